@@ -1,0 +1,166 @@
+"""Every setting of `patchgrid serve`, in one place: flag = environment name = field, prefix PATCHGRID_.
+
+Invariant: settings are read and validated once, at start, and passed down frozen. A flag wins over the environment, the
+environment over the default, and a value that cannot be used ends the start with one line that names its flag.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+
+ENV_PREFIX = "PATCHGRID_"
+
+_MIB = 1024 * 1024
+_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+_MAX_DECODE_THREADS = 8
+
+_Finite = Annotated[PositiveFloat, Field(allow_inf_nan=False)]
+
+
+class Settings(BaseSettings):
+    """Serve a DeepSeek vision tower over HTTP: images in, language-model rows out."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_ignore_empty=True,
+        frozen=True,
+        cli_prog_name="patchgrid serve",
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_show_env_vars=True,
+    )
+
+    model: str = Field(
+        "demo",
+        min_length=1,
+        description="what to serve: demo, random:deepseek_v4, random:deepseek_v41, a checkpoint folder, "
+        "a timm .safetensors file or a hub id",
+    )
+    model_name: str | None = Field(None, description="the name in answers; without it, the checkpoint's own")
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface")
+    port: int = Field(8100, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one")
+
+    nproc_per_node: Literal["auto"] | PositiveInt = Field(
+        "auto", description="ranks on this host; auto is one for each NVIDIA GPU, or one on the CPU"
+    )
+    nnodes: str = Field("1", pattern=r"^[1-9][0-9]*$", description="hosts in the group, as torchrun takes it")
+    rdzv_endpoint: str = Field("", description="host:port where several hosts meet, as torchrun takes it")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the tower runs")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="what the tower computes in; auto is bfloat16 where the device is fast at it"
+    )
+    attention: Literal["auto", "flash_attn", "varlen", "sdpa"] = Field("auto", description="attention implementation")
+
+    image_profile: Literal["vllm", "plain"] = Field(
+        "vllm",
+        description="what an image means: vllm applies EXIF orientation and puts transparency on white; "
+        "plain does neither, as the reference and SGLang",
+    )
+    max_patches_per_forward: PositiveInt | None = Field(
+        None, description="most patches in one forward pass of a rank; without it, what suits the device"
+    )
+    max_patches_per_batch: PositiveInt | None = Field(
+        None, description="most patches in one batch over all ranks; without it, one forward pass for every rank"
+    )
+    batches_in_flight: PositiveInt = Field(2, description="batches the group holds at once: one works, the rest wait")
+    decode_threads: PositiveInt | None = Field(
+        None, description=f"threads that decode images; without it, one per core, at most {_MAX_DECODE_THREADS}"
+    )
+
+    limit_body_bytes: PositiveInt = Field(64 * _MIB, description="largest request body, bytes")
+    limit_images_per_request: PositiveInt = Field(64, description="most images in one request")
+    limit_image_bytes: PositiveInt = Field(32 * _MIB, description="largest encoded image, bytes")
+    limit_image_pixels: PositiveInt = Field(
+        100_000_000, description="largest image, width x height, checked before it is decoded"
+    )
+    limit_queue_patches: PositiveInt = Field(
+        1_000_000, description="most patches waiting for the group; a request beyond it gets 429"
+    )
+
+    request_timeout_s: _Finite = Field(120.0, description="longest a request may take, upload included, seconds")
+    startup_timeout_s: _Finite = Field(900.0, description="longest the group may take to become ready, seconds")
+    rank_timeout_s: _Finite = Field(10.0, description="longest silence of the group before it is restarted, seconds")
+    collective_timeout_s: _Finite = Field(600.0, description="time-out of torch.distributed's collectives, seconds")
+    restart_limit: int = Field(5, ge=0, description="restarts allowed in restart-window-s before giving up")
+    restart_window_s: _Finite = Field(300.0, description="how far back restarts are counted, seconds")
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = Field("info", description="least to log")
+
+    @model_validator(mode="after")
+    def _hosts_can_meet(self) -> Self:
+        if self.nnodes != "1" and not self.rdzv_endpoint:
+            raise ValueError("--rdzv-endpoint is required when --nnodes is more than 1")
+        return self
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks on this host, `auto` resolved."""
+        if self.nproc_per_node != "auto":
+            return self.nproc_per_node
+        return 1 if self.device == "cpu" else max(count_gpus(), 1)
+
+    @property
+    def num_decode_threads(self) -> int:
+        """Threads that decode images, the default resolved."""
+        return self.decode_threads or min(os.cpu_count() or 1, _MAX_DECODE_THREADS)
+
+
+def load_settings(argv: Sequence[str]) -> Settings:
+    """Read the settings from flags, environment and defaults.
+
+    Raises:
+        SystemExit: code 0 after --help; code 2, with one line on stderr for each, if a setting cannot be used.
+    """
+    try:
+        return CliApp.run(Settings, cli_args=list(argv))
+    except ValidationError as error:
+        for line in _explain(error):
+            print(f"patchgrid serve: error: {line}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def settings_table() -> str:
+    """The settings as a Markdown table: flag, environment name, default, meaning."""
+    lines = ["| flag | environment | default | meaning |", "|---|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        default = "" if field.default in (None, "") else f"`{field.default}`"
+        lines.append(f"| `{_flag(name)}` | `{_env_name(name)}` | {default} | {field.description} |")
+    return "\n".join(lines)
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs this process may use, without loading CUDA: the driver's list, cut by CUDA_VISIBLE_DEVICES."""
+    try:
+        num_gpus = sum(1 for _ in _NVIDIA_GPUS.iterdir())
+    except OSError:
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return num_gpus
+    return min(num_gpus, sum(1 for device in visible.split(",") if device.strip() not in ("", "-1")))
+
+
+def _explain(error: ValidationError) -> list[str]:
+    """One line for each setting that is wrong; the alternatives of a union are joined."""
+    reasons: dict[str, list[str]] = {}
+    for detail in error.errors(include_url=False):
+        if not detail["loc"]:
+            reasons[detail["msg"].removeprefix("Value error, ")] = []
+            continue
+        name = str(detail["loc"][0])
+        head = f"{_flag(name)} ({_env_name(name)}) cannot be {detail['input']!r}"
+        reasons.setdefault(head, []).append(detail["msg"][0].lower() + detail["msg"][1:])
+    return [f"{head}: {', or '.join(tail)}" if tail else head for head, tail in reasons.items()]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _env_name(name: str) -> str:
+    return ENV_PREFIX + name.upper()
