@@ -37,59 +37,74 @@ class Settings(BaseSettings):
     )
 
     model: str = Field(
-        "demo",
+        default="demo",
         min_length=1,
         description="what to serve: demo, random:deepseek_v4, random:deepseek_v41, a checkpoint folder, "
         "a timm .safetensors file or a hub id",
     )
-    model_name: str | None = Field(None, description="the name in answers; without it, the checkpoint's own")
-    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface")
-    port: int = Field(8100, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one")
+    model_name: str | None = Field(default=None, description="the name in answers; without it, the checkpoint's own")
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface"
+    )
+    port: int = Field(default=8100, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one")
 
     nproc_per_node: Literal["auto"] | PositiveInt = Field(
-        "auto", description="ranks on this host; auto is one for each NVIDIA GPU, or one on the CPU"
+        default="auto", description="ranks on this host; auto is one for each NVIDIA GPU, or one on the CPU"
     )
-    nnodes: str = Field("1", pattern=r"^[1-9][0-9]*$", description="hosts in the group, as torchrun takes it")
-    rdzv_endpoint: str = Field("", description="host:port where several hosts meet, as torchrun takes it")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the tower runs")
+    nnodes: str = Field(default="1", pattern=r"^[1-9][0-9]*$", description="hosts in the group, as torchrun takes it")
+    rdzv_endpoint: str = Field(default="", description="host:port where several hosts meet, as torchrun takes it")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the tower runs")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="what the tower computes in; auto is bfloat16 where the device is fast at it"
+        default="auto", description="what the tower computes in; auto is bfloat16 where the device is fast at it"
     )
-    attention: Literal["auto", "flash_attn", "varlen", "sdpa"] = Field("auto", description="attention implementation")
+    attention: Literal["auto", "flash_attn", "varlen", "sdpa"] = Field(
+        default="auto", description="attention implementation"
+    )
 
     image_profile: Literal["vllm", "plain"] = Field(
-        "vllm",
+        default="vllm",
         description="what an image means: vllm applies EXIF orientation and puts transparency on white; "
         "plain does neither, as the reference and SGLang",
     )
     max_patches_per_forward: PositiveInt | None = Field(
-        None, description="most patches in one forward pass of a rank; without it, what suits the device"
+        default=None, description="most patches in one forward pass of a rank; without it, what suits the device"
     )
     max_patches_per_batch: PositiveInt | None = Field(
-        None, description="most patches in one batch over all ranks; without it, one forward pass for every rank"
+        default=None,
+        description="most patches in one batch over all ranks; without it, one forward pass for every rank",
     )
-    batches_in_flight: PositiveInt = Field(2, description="batches the group holds at once: one works, the rest wait")
+    batches_in_flight: PositiveInt = Field(
+        default=2, description="batches the group holds at once: one works, the rest wait"
+    )
     decode_threads: PositiveInt | None = Field(
-        None, description=f"threads that decode images; without it, one per core, at most {_MAX_DECODE_THREADS}"
+        default=None, description=f"threads that decode images; without it, one per core, at most {_MAX_DECODE_THREADS}"
     )
 
-    limit_body_bytes: PositiveInt = Field(64 * _MIB, description="largest request body, bytes")
-    limit_images_per_request: PositiveInt = Field(64, description="most images in one request")
-    limit_image_bytes: PositiveInt = Field(32 * _MIB, description="largest encoded image, bytes")
+    limit_body_bytes: PositiveInt = Field(default=64 * _MIB, description="largest request body, bytes")
+    limit_images_per_request: PositiveInt = Field(default=64, description="most images in one request")
+    limit_image_bytes: PositiveInt = Field(default=32 * _MIB, description="largest encoded image, bytes")
     limit_image_pixels: PositiveInt = Field(
-        100_000_000, description="largest image, width x height, checked before it is decoded"
+        default=100_000_000, description="largest image, width x height, checked before it is decoded"
     )
     limit_queue_patches: PositiveInt = Field(
-        1_000_000, description="most patches waiting for the group; a request beyond it gets 429"
+        default=1_000_000, description="most patches waiting for the group; a request beyond it gets 429"
     )
 
-    request_timeout_s: _Finite = Field(120.0, description="longest a request may take, upload included, seconds")
-    startup_timeout_s: _Finite = Field(900.0, description="longest the group may take to become ready, seconds")
-    rank_timeout_s: _Finite = Field(10.0, description="longest silence of the group before it is restarted, seconds")
-    collective_timeout_s: _Finite = Field(600.0, description="time-out of torch.distributed's collectives, seconds")
-    restart_limit: int = Field(5, ge=0, description="restarts allowed in restart-window-s before giving up")
-    restart_window_s: _Finite = Field(300.0, description="how far back restarts are counted, seconds")
-    log_level: Literal["debug", "info", "warning", "error", "critical"] = Field("info", description="least to log")
+    request_timeout_s: _Finite = Field(
+        default=120.0, description="longest a request may take, upload included, seconds"
+    )
+    startup_timeout_s: _Finite = Field(default=900.0, description="longest the group may take to become ready, seconds")
+    rank_timeout_s: _Finite = Field(
+        default=10.0, description="longest silence of the group before it is restarted, seconds"
+    )
+    collective_timeout_s: _Finite = Field(
+        default=600.0, description="time-out of torch.distributed's collectives, seconds"
+    )
+    restart_limit: int = Field(default=5, ge=0, description="restarts allowed in restart-window-s before giving up")
+    restart_window_s: _Finite = Field(default=300.0, description="how far back restarts are counted, seconds")
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
+        default="info", description="least to log"
+    )
 
     @model_validator(mode="after")
     def _hosts_can_meet(self) -> Self:

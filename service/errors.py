@@ -1,0 +1,236 @@
+"""Every error a client can get, in one table, and how each becomes a response.
+
+Invariant: an error body holds our own words only. Neither input nor a library's or an exception's text is echoed; those
+stay in the log, under the request's id.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic_core import ErrorDetails
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+ErrorCode = Literal[
+    "invalid_request",
+    "layout_unavailable",
+    "fetch_disabled",
+    "unauthorized",
+    "not_found",
+    "method_not_allowed",
+    "body_too_large",
+    "too_many_images",
+    "image_too_large",
+    "unsupported_media_type",
+    "unsupported_format",
+    "invalid_image",
+    "degenerate_image",
+    "queue_full",
+    "starting",
+    "restarting",
+    "draining",
+    "deadline_exceeded",
+    "non_finite",
+    "internal",
+]
+ErrorType = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "rate_limit_error",
+    "overloaded_error",
+    "timeout_error",
+    "server_error",
+]
+Outcome = ErrorCode | Literal["ok", "disconnected"]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorKind:
+    """What a client's program branches on: the HTTP status and the family."""
+
+    status: int
+    type: ErrorType
+
+
+ERRORS: Mapping[ErrorCode, ErrorKind] = {
+    "invalid_request": ErrorKind(400, "invalid_request_error"),
+    "layout_unavailable": ErrorKind(400, "invalid_request_error"),
+    "fetch_disabled": ErrorKind(400, "invalid_request_error"),
+    "unauthorized": ErrorKind(401, "authentication_error"),
+    "not_found": ErrorKind(404, "invalid_request_error"),
+    "method_not_allowed": ErrorKind(405, "invalid_request_error"),
+    "body_too_large": ErrorKind(413, "invalid_request_error"),
+    "too_many_images": ErrorKind(413, "invalid_request_error"),
+    "image_too_large": ErrorKind(413, "invalid_request_error"),
+    "unsupported_media_type": ErrorKind(415, "invalid_request_error"),
+    "unsupported_format": ErrorKind(415, "invalid_request_error"),
+    "invalid_image": ErrorKind(422, "invalid_request_error"),
+    "degenerate_image": ErrorKind(422, "invalid_request_error"),
+    "queue_full": ErrorKind(429, "rate_limit_error"),
+    "starting": ErrorKind(503, "overloaded_error"),
+    "restarting": ErrorKind(503, "overloaded_error"),
+    "draining": ErrorKind(503, "overloaded_error"),
+    "deadline_exceeded": ErrorKind(504, "timeout_error"),
+    "non_finite": ErrorKind(500, "server_error"),
+    "internal": ErrorKind(500, "server_error"),
+}
+
+_log = logging.getLogger(__name__)
+
+
+class ServiceError(Exception):
+    """An answer other than 200.
+
+    Args:
+        code: a row of ERRORS.
+        message: what went wrong and what to do, in our own words; it is sent to the client.
+        index: the image it is about, counted from 0 in the order of the request.
+        retry_after_s: when to try again, whole seconds; sent as Retry-After.
+    """
+
+    def __init__(
+        self, code: ErrorCode, message: str, *, index: int | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(code, message)
+        self.code: ErrorCode = code
+        self.message = message
+        self.index = index
+        self.retry_after_s = retry_after_s
+
+
+def error_response(error: ServiceError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The error as HTTP: `{"error": {"code", "message", "type", "index"?}}` and, where it has one, Retry-After."""
+    kind = ERRORS[error.code]
+    fields: dict[str, str | int] = {"code": error.code, "message": error.message, "type": kind.type}
+    if error.index is not None:
+        fields["index"] = error.index
+    all_headers = dict(headers or {})
+    if error.retry_after_s is not None:
+        all_headers["Retry-After"] = str(error.retry_after_s)
+    return JSONResponse({"error": fields}, kind.status, all_headers)
+
+
+def validation_error(details: Sequence[ErrorDetails]) -> ServiceError:
+    """The first of pydantic's complaints about a body or query, retold without its input or its words."""
+    detail = details[0]
+    # Only a field's own path may be told: the location of an unknown field is a name the client made up.
+    path = [part for part in detail["loc"] if part not in ("body", "query", "path")]
+    if detail["type"] == "extra_forbidden":
+        path.pop()
+    index = path[1] if len(path) > 1 and path[0] == "images" and isinstance(path[1], int) else None
+    where = ".".join(str(part) for part in path if isinstance(part, int) or part in _FIELDS) or "the request"
+    return ServiceError("invalid_request", f"{where} {_reason(detail)}", index=index)
+
+
+def install_error_handling(app: FastAPI) -> None:
+    """Make every failure of the app one of ERRORS. Add middleware that wants to see the answer after this call.
+
+    Leaves the outcome of a failed request in `request.state.outcome`, for whoever counts requests, and reads
+    `request.state.request_id`, if it is set, for the log.
+    """
+    app.add_exception_handler(ServiceError, _on_service_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_middleware(ErrorBoundary)
+
+
+class ErrorBoundary:
+    """ASGI middleware, the process border: what no handler knew is logged here and answered with a bare 500."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        request = Request(scope)
+        try:
+            await self._app(scope, receive, watch)
+        except ClientDisconnect:
+            request.state.outcome = "disconnected"
+        except Exception:
+            _log.exception("request %s failed", getattr(request.state, "request_id", "-"))
+            request.state.outcome = "internal"
+            if started:
+                raise  # the status is gone out already: only a broken connection can say that the rest is missing
+            response = error_response(ServiceError("internal", "something went wrong here; it has been logged"))
+            await response(scope, receive, send)
+
+
+def _on_service_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ServiceError)
+    request.state.outcome = error.code
+    return error_response(error)
+
+
+def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return _on_service_error(request, validation_error(error.errors()))
+
+
+def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    """The framework's own refusals: a path or method that is not there, a body it could not parse."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        ours = ServiceError("not_found", "there is nothing at this path; /docs lists what there is")
+    elif error.status_code == 405:
+        ours = ServiceError("method_not_allowed", "this path does not take this method")
+    elif error.status_code < 500:
+        ours = ServiceError("invalid_request", "the request could not be read")
+    else:
+        _log.error(
+            "request %s: the framework answered %d", getattr(request.state, "request_id", "-"), error.status_code
+        )
+        ours = ServiceError("internal", "something went wrong here; it has been logged")
+    request.state.outcome = ours.code
+    return error_response(ours, error.headers)
+
+
+# Names of ours that an error may mention.
+_FIELDS = frozenset({"images", "image", "id", "layout", "dtype", "encoding_format", "sizes"})
+
+_REASONS: Mapping[str, str] = {
+    "json_invalid": "is not valid JSON",
+    "missing": "is required",
+    "extra_forbidden": "has a field that is not known",
+    "string_type": "must be a string",
+    "int_type": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_parsing_size": "is out of range",
+    "model_type": "must be an object",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
+}
+
+
+def _reason(detail: ErrorDetails) -> str:
+    context = detail.get("ctx", {})
+    match detail["type"]:
+        case "literal_error":
+            return f"must be {context['expected']}"
+        case "too_short":
+            return f"needs at least {context['min_length']} items"
+        case "too_long":
+            return f"takes at most {context['max_length']} items"
+        case "string_too_long":
+            return f"takes at most {context['max_length']} characters"
+        case "greater_than_equal":
+            return f"must be at least {context['ge']}"
+        case "less_than_equal":
+            return f"must be at most {context['le']}"
+        case kind:
+            return _REASONS.get(kind, "is not valid")
