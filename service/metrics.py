@@ -33,7 +33,8 @@ class Metrics:
     """The service's counters, gauges and histograms, each under the name that Prometheus sees less its prefix."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # a *_created series for each counter has no unit and no reader
+        # A *_created series for each counter has no unit and no reader.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         ProcessCollector(namespace=_NAMESPACE, registry=registry)
 
