@@ -23,6 +23,10 @@ class ConfigError(ValueError):
     """A config.json that cannot be read, or a field of it that is missing or wrong."""
 
 
+class ModelTypeError(ConfigError):
+    """A config.json of some other kind of model."""
+
+
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
     """What the tower is and how images are cut for it. Sizes in pixels, widths in features."""
@@ -103,6 +107,7 @@ def parse_config(fields: Mapping[str, object]) -> VisionConfig:
 
     Raises:
         ConfigError: a field is missing, of the wrong type or out of range; the message names the field.
+        ModelTypeError: the model is neither of the two.
     """
     model_type = _model_type(fields)
     names = _FIELD_NAMES[model_type]
@@ -134,6 +139,7 @@ def load_config(path: Path) -> VisionConfig:
 
     Raises:
         ConfigError: the file cannot be read, is not a JSON object, or has a wrong field.
+        ModelTypeError: the model is neither of the two.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -147,15 +153,15 @@ def load_config(path: Path) -> VisionConfig:
     try:
         return parse_config(fields)
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
+        raise type(error)(f"{file}: {error}") from error
 
 
 def _model_type(fields: Mapping[str, object]) -> ModelType:
-    found = _lookup(fields, "model_type")
+    found = fields.get("model_type")
     for known in _FIELD_NAMES:
         if found == known:
             return known
-    raise ConfigError(f"model_type is {found!r}; the models with a known vision tower are {', '.join(_FIELD_NAMES)}")
+    raise ModelTypeError(f"model_type is {found!r}; the models with a known vision tower are {', '.join(_FIELD_NAMES)}")
 
 
 def _lookup(fields: Mapping[str, object], name: str) -> object:
