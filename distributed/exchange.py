@@ -1,0 +1,136 @@
+"""What the ranks tell one another: commands and pixels over gloo, rows over NCCL (gloo on a CPU).
+
+Every rank derives sizes and destinations from the batch header alone, so no collective carries a surprise. A rank
+receives the pixels of its own images and no others. One process group serves both: tensors on the CPU go by gloo and
+CUDA tensors by NCCL, so a rank that waits for work waits in gloo and never in an NCCL call.
+
+Shapes: H, W pixels of a canvas; N rows of this rank; M rows of the fullest rank; D the model's output width; R ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distributed.balance import Shares
+from distributed.messages import Command, ImageSpec, RankInfo, pack_header, unpack_command
+
+_CARD_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """This rank's place in the group. Made by `join`, ended by `leave`."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    @classmethod
+    def join(cls, device: torch.device, timeout_s: float) -> "Exchange":
+        """Meet the other ranks that torchrun started.
+
+        Args:
+            device: where this rank's rows are; CUDA brings NCCL in beside gloo.
+            timeout_s: the longest that any one call waits for another rank.
+        """
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        return cls(dist.get_rank(), dist.get_world_size(), device)
+
+    def leave(self) -> None:
+        """Part from the group; every rank does so after the same last command."""
+        dist.destroy_process_group()
+
+    def introduce(self, info: RankInfo) -> tuple[RankInfo, ...]:
+        """Tell every rank who this one is and learn who the others are, in rank order."""
+        card = msgspec.json.encode(info).ljust(_CARD_BYTES)  # JSON may end in blanks
+        assert len(card) == _CARD_BYTES
+        cards = torch.empty(self.num_ranks, _CARD_BYTES, dtype=torch.uint8)
+        _all_gather(cards.view(-1), torch.frombuffer(bytearray(card), dtype=torch.uint8))
+        return tuple(msgspec.json.decode(peer.numpy().tobytes(), type=RankInfo) for peer in cards)
+
+    def send_command(self, command: Command) -> None:
+        """Rank 0: tell the other ranks what comes next."""
+        header = bytearray(pack_header(command))
+        dist.broadcast(torch.tensor([len(header)]), src=0)
+        dist.broadcast(torch.frombuffer(header, dtype=torch.uint8), src=0)
+
+    def receive_command(self) -> Command:
+        """Every other rank: wait for what comes next.
+
+        Raises:
+            RuntimeError: rank 0 is gone, or was silent for longer than the group's time-out.
+        """
+        length = torch.empty(1, dtype=torch.int64)
+        dist.broadcast(length, src=0)
+        header = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(header, src=0)
+        return unpack_command(header.numpy().tobytes())
+
+    def scatter_pixels(
+        self, images: Sequence[ImageSpec], shares: Shares, canvases: Sequence[Tensor] | None
+    ) -> list[Tensor]:
+        """Bring every rank the canvases of its own images.
+
+        Args:
+            images: the whole batch.
+            shares: which images go to which rank.
+            canvases: on rank 0 all canvases of the batch, uint8 (H, W, 3) on the CPU; elsewhere None.
+
+        Returns:
+            This rank's canvases, uint8 (H, W, 3) on the CPU, in the order of its share.
+        """
+        if canvases is not None:
+            sends = [
+                dist.isend(canvases[index], dst=rank, tag=index)
+                for rank, share in enumerate(shares)
+                if rank != self.rank
+                for index in share
+            ]
+            _wait(sends)
+            return [canvases[index] for index in shares[self.rank]]
+        mine = [
+            torch.empty(images[index].height, images[index].width, 3, dtype=torch.uint8) for index in shares[self.rank]
+        ]
+        _wait([dist.irecv(mine[i], src=0, tag=index) for i, index in enumerate(shares[self.rank])])
+        return mine
+
+    def gather_rows(self, rows_ND: Tensor, rank_rows: Sequence[int]) -> Tensor:
+        """Exchange all ranks' rows in one padded all-gather.
+
+        Args:
+            rows_ND: this rank's rows, all its images one after the other; N may be 0.
+            rank_rows: rows of every rank, as the batch header gives them.
+
+        Returns:
+            (R, M, D) with each rank's rows first and zeros behind them.
+        """
+        num_rows, width = rows_ND.shape
+        assert num_rows == rank_rows[self.rank], "the tower's rows are those that the plan counted"
+        if self.num_ranks == 1:
+            return rows_ND.unsqueeze(0)
+        most = max(rank_rows)
+        padded_MD = rows_ND
+        if num_rows < most:
+            padded_MD = rows_ND.new_zeros(most, width)
+            padded_MD[:num_rows] = rows_ND
+        gathered_RMD = rows_ND.new_empty(self.num_ranks, most, width)
+        _all_gather(gathered_RMD.view(-1, width), padded_MD.contiguous())
+        return gathered_RMD
+
+
+def _all_gather(gathered: Tensor, mine: Tensor) -> None:
+    """torch's all-gather into one tensor, by its name of 2.13 or by the one before."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, mine)
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None, "this rank is part of the group"
+        work.wait()

@@ -1,0 +1,108 @@
+"""Start torchrun, watch it, end it: one `WorkerGroup` is one life of all ranks.
+
+Each life is a new torchrun with `--max-restarts 0`: torchrun's own restart does not recover a gloo group. The front
+end's environment is passed on, with the cores divided among the ranks.
+"""
+
+import asyncio
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from distributed.messages import Failure
+from distributed.processes import kill_tree
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """What every life of the group is started with. None leaves a choice to the ranks."""
+
+    model: str
+    nproc_per_node: int
+    nnodes: str = "1"
+    rdzv_endpoint: str = ""
+    device: str = "auto"
+    dtype: str = "auto"
+    attention: str = "auto"
+    max_patches_per_forward: int | None = None
+    collective_timeout_s: float = 600.0
+
+    def torchrun_args(self, run_dir: Path, epoch: int) -> list[str]:
+        """The command line of torchrun, ours being the first host where there are several."""
+        if self.nnodes == "1":
+            rendezvous = ["--standalone"]
+        else:
+            endpoint = f"--rdzv-endpoint={self.rdzv_endpoint}"
+            rendezvous = [f"--nnodes={self.nnodes}", "--node-rank=0", "--rdzv-backend=static", endpoint]
+        worker = [
+            f"--model={self.model}",
+            f"--device={self.device}",
+            f"--dtype={self.dtype}",
+            f"--attention={self.attention}",
+            f"--collective-timeout-s={self.collective_timeout_s}",
+            f"--epoch={epoch}",
+            f"--run-dir={run_dir}",
+        ]
+        if self.max_patches_per_forward is not None:
+            worker.append(f"--max-patches-per-forward={self.max_patches_per_forward}")
+        return [
+            *rendezvous,
+            f"--nproc-per-node={self.nproc_per_node}",
+            "--max-restarts=0",
+            "-m",
+            "distributed.worker",
+            *worker,
+        ]
+
+
+class WorkerGroup:
+    """One life of the group. Made by `start`; over when `wait` returns."""
+
+    def __init__(self, process: asyncio.subprocess.Process, run_dir: Path, epoch: int) -> None:
+        self._process = process
+        self._run_dir = run_dir
+        self._epoch = epoch
+
+    @classmethod
+    async def start(cls, options: LaunchOptions, run_dir: Path, epoch: int) -> "WorkerGroup":
+        """Start torchrun. It runs on its own from here; rank 0 will knock at the link."""
+        environment = dict(os.environ, PYTHONSAFEPATH="1", TORCH_CPP_LOG_LEVEL="ERROR")
+        cores = len(os.sched_getaffinity(0))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc_per_node)))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "distributed.agent",
+            str(os.getpid()),
+            *options.torchrun_args(run_dir, epoch),
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's Ctrl-C is the front end's to handle
+        )
+        return cls(process, run_dir, epoch)
+
+    @property
+    def pid(self) -> int:
+        """torchrun's process id."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """Wait until torchrun has ended and give its exit code, negative for a signal."""
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        """End torchrun and every rank, and return when they are gone."""
+        await asyncio.to_thread(kill_tree, self._process.pid)
+        await self._process.wait()
+
+    def failure(self) -> Failure | None:
+        """The reason that ended the group, if a rank left one: the earliest phase, then the first rank to say so.
+
+        What a rank reports while it serves or joins is often only that a peer went away.
+        """
+        files = sorted(self._run_dir.glob(f"failure-{self._epoch}-*.json"), key=lambda file: file.stat().st_mtime_ns)
+        failures = [msgspec.json.decode(file.read_bytes(), type=Failure) for file in files]
+        return min(failures, key=lambda failure: ("setup", "join", "serve").index(failure.phase), default=None)

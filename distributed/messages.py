@@ -1,0 +1,138 @@
+"""What crosses a process border: a msgpack header, then raw buffers, never pickle.
+
+On the wire a message is one frame of header and one frame per image: uint8 pixels towards the ranks, rows back.
+A header names the shape of every buffer that follows it, so a receiver can check each one before it uses it.
+"""
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from encoder.layout import Layout
+
+RowDtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
+
+DTYPE_BYTES: dict[RowDtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class ProtocolError(RuntimeError):
+    """A message that this side of the wire cannot have been sent."""
+
+
+class ImageSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One canvas of a batch: its height and width in pixels, and which rows are wanted of it."""
+
+    height: int
+    width: int
+    layout: Layout
+    dtype: RowDtype
+
+
+class Encode(msgspec.Struct, frozen=True, tag="encode"):
+    """Encode these images. Buffers: one per image, height x width x 3 bytes."""
+
+    batch_id: int
+    images: tuple[ImageSpec, ...]
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Is anyone there? Answered by rank 0's link thread, whatever its main thread is doing."""
+
+    nonce: int
+
+
+class Idle(msgspec.Struct, frozen=True, tag="idle"):
+    """Sent by rank 0 to its peers while there is no work, so that no rank waits long enough to time out."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Finish what was sent before this, then exit with code 0."""
+
+
+class RankInfo(msgspec.Struct, frozen=True):
+    """What a rank says of itself once it has joined the group."""
+
+    rank: int
+    pid: int
+    host: str
+    device: str
+    fingerprint: str
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The group has loaded, joined and run a first forward: it takes batches from now on."""
+
+    epoch: int
+    ranks: tuple[RankInfo, ...]
+    dtype: str
+    attention: str
+    layouts: tuple[Layout, ...]
+    max_patches_per_forward: int
+
+
+class RowsSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of one image: their count and width, and whether every value of them is finite."""
+
+    num_rows: int
+    width: int
+    finite: bool
+
+
+class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
+    """The answer to `Encode`. Buffers: one per image in the order of the question, empty where not finite.
+
+    `wait_s` passed in rank 0's inbox, behind the batch before; `encode_s` is rank 0's own, and `gather_s` includes its
+    wait for the slowest rank.
+    """
+
+    batch_id: int
+    images: tuple[RowsSpec, ...]
+    rank_patches: tuple[int, ...]
+    wait_s: float
+    encode_s: float
+    gather_s: float
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """The answer to `Ping`: for each rank, the seconds since rank 0 last saw its heartbeat move."""
+
+    nonce: int
+    silent_s: tuple[float, ...]
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a rank ended, left in a file for the front end. A `setup` failure would only repeat itself."""
+
+    rank: int
+    phase: Literal["setup", "join", "serve"]
+    reason: str
+
+
+ToRank: TypeAlias = Encode | Ping | Stop
+ToFront: TypeAlias = Hello | Encoded | Pong
+Command: TypeAlias = Encode | Idle | Stop
+
+_encoder = msgspec.msgpack.Encoder()
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
+_command: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+
+
+def pack_header(message: ToRank | ToFront | Command) -> bytes:
+    """A message as msgpack."""
+    return _encoder.encode(message)
+
+
+def unpack_to_rank(header: bytes | memoryview) -> ToRank:
+    """A header that the front end sent to rank 0."""
+    return _to_rank.decode(header)
+
+
+def unpack_to_front(header: bytes | memoryview) -> ToFront:
+    """A header that rank 0 sent to the front end."""
+    return _to_front.decode(header)
+
+
+def unpack_command(header: bytes | memoryview) -> Command:
+    """A header that rank 0 broadcast to its peers."""
+    return _command.decode(header)
