@@ -5,13 +5,12 @@ stay in the log, under the request's id.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
@@ -103,6 +102,10 @@ class ServiceError(Exception):
         self.index = index
         self.retry_after_s = retry_after_s
 
+    def at(self, index: int) -> Self:
+        """The same error, said of the image at this index."""
+        return type(self)(self.code, self.message, index=index, retry_after_s=self.retry_after_s)
+
 
 def error_response(error: ServiceError, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """The error as HTTP: `{"error": {"code", "message", "type", "index"?}}` and, where it has one, Retry-After."""
@@ -114,18 +117,6 @@ def error_response(error: ServiceError, headers: Mapping[str, str] | None = None
     if error.retry_after_s is not None:
         all_headers["Retry-After"] = str(error.retry_after_s)
     return JSONResponse({"error": fields}, kind.status, all_headers)
-
-
-def validation_error(details: Sequence[ErrorDetails]) -> ServiceError:
-    """The first of pydantic's complaints about a body or query, retold without its input or its words."""
-    detail = details[0]
-    # Only a field's own path may be told: the location of an unknown field is a name the client made up.
-    path = [part for part in detail["loc"] if part not in ("body", "query", "path")]
-    if detail["type"] == "extra_forbidden":
-        path.pop()
-    index = path[1] if len(path) > 1 and path[0] == "images" and isinstance(path[1], int) else None
-    where = ".".join(str(part) for part in path if isinstance(part, int) or part in _FIELDS) or "the request"
-    return ServiceError("invalid_request", f"{where} {_reason(detail)}", index=index)
 
 
 def install_error_handling(app: FastAPI) -> None:
@@ -178,8 +169,8 @@ def _on_service_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    return _on_service_error(request, validation_error(error.errors()))
+    """A route's own parameters: bodies are read, and their faults told, by service.intake."""
+    return _on_service_error(request, ServiceError("invalid_request", "the request could not be read; /docs says how"))
 
 
 def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
@@ -198,39 +189,3 @@ def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
         ours = ServiceError("internal", "something went wrong here; it has been logged")
     request.state.outcome = ours.code
     return error_response(ours, error.headers)
-
-
-# Names of ours that an error may mention.
-_FIELDS = frozenset({"images", "image", "id", "layout", "dtype", "encoding_format", "sizes"})
-
-_REASONS: Mapping[str, str] = {
-    "json_invalid": "is not valid JSON",
-    "missing": "is required",
-    "extra_forbidden": "has a field that is not known",
-    "string_type": "must be a string",
-    "int_type": "must be an integer",
-    "int_parsing": "must be an integer",
-    "int_parsing_size": "is out of range",
-    "model_type": "must be an object",
-    "tuple_type": "must be a list",
-    "list_type": "must be a list",
-}
-
-
-def _reason(detail: ErrorDetails) -> str:
-    context = detail.get("ctx", {})
-    match detail["type"]:
-        case "literal_error":
-            return f"must be {context['expected']}"
-        case "too_short":
-            return f"needs at least {context['min_length']} items"
-        case "too_long":
-            return f"takes at most {context['max_length']} items"
-        case "string_too_long":
-            return f"takes at most {context['max_length']} characters"
-        case "greater_than_equal":
-            return f"must be at least {context['ge']}"
-        case "less_than_equal":
-            return f"must be at most {context['le']}"
-        case kind:
-            return _REASONS.get(kind, "is not valid")

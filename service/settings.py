@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 ENV_PREFIX = "PATCHGRID_"
@@ -65,6 +65,9 @@ class Settings(BaseSettings):
         default="vllm",
         description="what an image means: vllm applies EXIF orientation and puts transparency on white; "
         "plain does neither, as the reference and SGLang",
+    )
+    id_key: SecretStr | None = Field(
+        default=None, description="secret that image ids are keyed with; without it anyone can compute them"
     )
     max_patches_per_forward: PositiveInt | None = Field(
         default=None, description="most patches in one forward pass of a rank; without it, what suits the device"
