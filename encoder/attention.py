@@ -63,7 +63,7 @@ def attention(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, pack: Pack, name: Att
 def _attend_by_image(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, pack: Pack) -> Tensor:
     lengths = list(pack.lengths)
     images = zip(*(torch.split(x_NHD, lengths) for x_NHD in (q_NHD, k_NHD, v_NHD)), strict=True)
-    # Images are told apart by a batch of one, (1, H, rows, D): fused kernels take nothing else on every device.
+    # Each image is a batch of one, (1, H, rows, D): no padding, and no mask to keep the fused kernels away.
     parts = [
         scaled_dot_product_attention(*(x_LHD.transpose(0, 1).unsqueeze(0) for x_LHD in image))[0].transpose(0, 1)
         for image in images
