@@ -39,16 +39,20 @@ def socket_path(run_dir: Path, epoch: int) -> Path:
 
 
 class FrontLink:
-    """The front end's end, on its event loop. Binds, so rank 0 may come when it likes."""
+    """The front end's end, on its event loop. Binds, so rank 0 may come when it likes and has to speak first."""
 
     def __init__(self, context: zmq.asyncio.Context, run_dir: Path, epoch: int) -> None:
         self._path = socket_path(run_dir, epoch)
         self._socket = context.socket(zmq.PAIR)
         self._socket.set_hwm(_NO_LIMIT)
-        self._socket.bind(f"ipc://{self._path}")
+        try:
+            self._socket.bind(f"ipc://{self._path}")
+        except zmq.ZMQError:
+            self._socket.close(linger=0)
+            raise
 
     async def send(self, message: ToRank, buffers: Sequence[Buffer] = ()) -> None:
-        """Hand a message to the socket; the buffers must not change afterwards."""
+        """Hand a message to the socket; the buffers must not change afterwards. Waits for ever if rank 0 never came."""
         await self._socket.send_multipart([pack_header(message), *buffers], copy=False)
 
     async def receive(self) -> tuple[ToFront, list[memoryview]]:

@@ -1,0 +1,178 @@
+"""The routes. Each says what it takes and gives; the work is the pipeline's.
+
+Invariant: nothing here blocks the event loop, and every failure leaves through errors.py.
+"""
+
+import importlib.metadata
+from dataclasses import dataclass
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from encoder.checkpoint import Checkpoint
+from encoder.geometry import plan
+from service.decode import DecodePool
+from service.errors import install_error_handling
+from service.intake import read_embed, read_plan
+from service.metrics import Metrics
+from service.pipeline import Pipeline
+from service.reply import Answer, embed_response
+from service.request_log import RequestLog
+from service.schemas import (
+    EmbedResponse,
+    Health,
+    Info,
+    Limits,
+    PlannedSize,
+    PlanResponse,
+    embed_openapi,
+    embed_responses,
+    error_responses,
+    plan_openapi,
+)
+from service.settings import Settings
+from service.supervisor import Supervisor
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the routes stand on."""
+
+    settings: Settings
+    checkpoint: Checkpoint
+    pool: DecodePool
+    pipeline: Pipeline
+    supervisor: Supervisor
+    metrics: Metrics
+
+    @property
+    def model_name(self) -> str:
+        """The name in answers."""
+        return self.settings.model_name or self.checkpoint.name
+
+
+def create_app(parts: Parts) -> FastAPI:
+    """The ASGI application over parts that someone else starts and stops."""
+    app = FastAPI(
+        title="patchgrid",
+        version=importlib.metadata.version("patchgrid"),
+        description="Images in, the rows of the DeepSeek-V4 / V4.1 vision tower out.",
+        redoc_url=None,
+    )
+    install_error_handling(app)
+    app.add_middleware(RequestLog, metrics=parts.metrics)
+    _add_work(app, parts)
+    _add_probes(app, parts)
+    return app
+
+
+def _add_work(app: FastAPI, parts: Parts) -> None:
+    settings, checkpoint, pool, metrics = parts.settings, parts.checkpoint, parts.pool, parts.metrics
+
+    @app.post(
+        "/embed",
+        summary="Embed images",
+        responses=embed_responses(),
+        openapi_extra=embed_openapi(),
+        response_model=EmbedResponse,
+    )
+    async def embed(request: Request) -> Response:
+        """Rows of each image, in the order of the request."""
+        parts.pipeline.admit()
+        async with parts.pipeline.deadline():
+            job = await read_embed(request, settings, pool)
+            images = await parts.pipeline.embed(job)
+        answer = Answer(model=parts.model_name, layout=job.layout, dtype=job.dtype, images=images)
+        return await embed_response(
+            answer,
+            accept=request.headers.get("accept"),
+            encoding_format=job.encoding_format,
+            pool=pool,
+            metrics=metrics,
+        )
+
+    @app.post(
+        "/plan",
+        summary="Plan images by their size",
+        responses=error_responses("invalid_request", "body_too_large", "unsupported_media_type"),
+        openapi_extra=plan_openapi(),
+    )
+    async def plan_sizes(request: Request) -> PlanResponse:
+        """Grids and token counts, without pixels."""
+        asked = await read_plan(request, settings, pool)
+        return await pool.run(_plan_all, checkpoint, asked.sizes)
+
+
+def _add_probes(app: FastAPI, parts: Parts) -> None:
+    supervisor = parts.supervisor
+
+    def health() -> Health:
+        reasons = supervisor.reasons_not_ready()
+        return Health(live=True, ready=not reasons, reasons=reasons)
+
+    @app.get("/health/live", summary="Is the process there?")
+    async def live() -> Health:
+        """200 as long as the event loop turns; what it says of readiness does not count."""
+        return health()
+
+    @app.get("/health/ready", summary="Does it take work?", responses={503: {"model": Health}})
+    @app.get("/health", summary="Both, with reasons", responses={503: {"model": Health}})
+    async def ready() -> JSONResponse:
+        """200 if the worker group is up and its heartbeat is fresh, else 503 and the reasons."""
+        report = health()
+        return JSONResponse(report.model_dump(), 200 if report.ready else 503)
+
+    @app.get("/metrics", summary="For Prometheus", response_class=Response)
+    async def render_metrics() -> Response:
+        """Text exposition format."""
+        body, media_type = parts.metrics.render()
+        return Response(body, media_type=media_type)
+
+    @app.get("/info", summary="What is served, and its limits")
+    async def info() -> Info:
+        """What only the worker group knows is null until it has said hello."""
+        return _describe(parts)
+
+
+def _plan_all(checkpoint: Checkpoint, sizes: tuple[tuple[int, int], ...]) -> PlanResponse:
+    planned = (plan(checkpoint.config, width, height) for width, height in sizes)
+    return PlanResponse(
+        data=tuple(
+            PlannedSize(
+                size=each.image_size,
+                resized=each.resized,
+                vit_grid=each.vit_grid,
+                llm_grid=each.llm_grid,
+                num_tokens=each.num_tokens,
+                rows=each.num_rows,
+                patches=each.num_patches,
+            )
+            for each in planned
+        )
+    )
+
+
+def _describe(parts: Parts) -> Info:
+    settings, config, hello = parts.settings, parts.checkpoint.config, parts.supervisor.hello
+    return Info(
+        version=importlib.metadata.version("patchgrid"),
+        model=parts.model_name,
+        model_type=config.model_type,
+        image_profile=settings.image_profile,
+        patch_size=config.patch_size,
+        merge_ratio=config.merge_ratio,
+        max_image_tokens=config.max_image_tokens,
+        dim=config.out_width,
+        limits=Limits(
+            body_bytes=settings.limit_body_bytes,
+            images_per_request=settings.limit_images_per_request,
+            image_bytes=settings.limit_image_bytes,
+            image_pixels=settings.limit_image_pixels,
+        ),
+        ranks=len(hello.ranks) if hello else settings.num_local_ranks * int(settings.nnodes),
+        layouts=hello.layouts if hello else None,
+        fingerprint=hello.ranks[0].fingerprint if hello else None,
+        devices=tuple(rank.device for rank in hello.ranks) if hello else None,
+        dtype=hello.dtype if hello else None,
+        attention=hello.attention if hello else None,
+    )

@@ -1,0 +1,106 @@
+"""The life of `patchgrid serve`: it starts or says why not, outlives its ranks, and leaves nothing behind."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from server import Server
+
+
+@pytest.fixture(scope="module")
+def image(goldens: Path) -> bytes:
+    return (goldens / "images" / "97x61_RGB.png").read_bytes()
+
+
+def embed(server: Server, image: bytes) -> int:
+    return server.client.post("/embed", content=image, headers={"content-type": "image/png"}).status_code
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Server]) -> Server:
+    return start_server("--nproc-per-node=2", "--rank-timeout-s=3").wait_ready()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_replaced_and_later_requests_work(server: Server, image: bytes, victim: int) -> None:
+    restarts = server.metric("patchgrid_restarts_total")
+    os.kill(server.rank_pids()[victim], signal.SIGKILL)
+    until(lambda: server.metric("patchgrid_restarts_total") == restarts + 1)
+    assert embed(server, image) in (200, 503)
+    assert embed(server.wait_ready(), image) == 200
+
+
+def test_a_stopped_rank_is_noticed_and_replaced(server: Server, image: bytes) -> None:
+    pids = server.rank_pids()
+    os.kill(pids[1], signal.SIGSTOP)
+    until(lambda: server.client.get("/health/ready").status_code == 503)
+    assert embed(server.wait_ready(), image) == 200
+    assert all(gone(pid) for pid in pids)
+
+
+def test_sigterm_ends_everything_with_code_zero(server: Server, image: bytes) -> None:
+    assert embed(server, image) == 200
+    tree = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(tree) == 3  # torchrun and two ranks
+    assert server.end(signal.SIGTERM) == 0
+    assert all(gone(child.pid) for child in tree)
+
+
+def test_sigterm_before_the_group_is_ready_ends_with_code_zero(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    until(lambda: server.client.get("/health/live").status_code == 200)
+    assert server.client.get("/health/ready").json()["reasons"] == ["starting"]
+    refused = server.client.post("/embed", content=b"x", headers={"content-type": "image/png"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "starting")
+    assert int(refused.headers["retry-after"]) > 0
+    assert server.end(signal.SIGTERM) == 0
+
+
+def test_sigkill_of_the_front_end_takes_every_child_with_it(start_server: Callable[..., Server]) -> None:
+    server = start_server("--nproc-per-node=2").wait_ready()
+    tree = psutil.Process(server.process.pid).children(recursive=True)
+    server.end(signal.SIGKILL)
+    until(lambda: all(gone(child.pid) for child in tree))
+
+
+def test_a_checkpoint_that_is_not_there_ends_the_start(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    server = start_server(f"--model={tmp_path / 'nowhere'}")
+    assert server.wait() == 1
+    assert "nowhere" in server.log
+
+
+def test_a_rank_that_cannot_start_ends_serve_with_its_reason(start_server: Callable[..., Server]) -> None:
+    server = start_server("--attention=flash_attn")
+    assert server.wait() == 1
+    assert "cannot go on: rank 0 failed in setup" in server.log
+    assert "flash_attn" in server.log
+
+
+def test_a_port_in_use_ends_the_start_at_once(start_server: Callable[..., Server]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = start_server(f"--port={taken.getsockname()[1]}")
+        assert server.wait() == 1
+    assert "in use" in server.log
+
+
+def test_too_many_deaths_end_serve_with_the_last_reason(start_server: Callable[..., Server]) -> None:
+    server = start_server("--restart-limit=0").wait_ready()
+    os.kill(server.rank_pids()[0], signal.SIGKILL)
+    assert server.wait() == 1
+    assert "the worker group died 1 times" in server.log
