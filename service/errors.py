@@ -165,6 +165,8 @@ class ErrorBoundary:
 def _on_service_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ServiceError)
     request.state.outcome = error.code
+    if error.__cause__ is not None:
+        _log.debug("request %s: %s", getattr(request.state, "request_id", "-"), error.code, exc_info=error)
     return error_response(error)
 
 
