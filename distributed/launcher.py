@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from distributed.messages import Failure
-from distributed.processes import kill_tree
+from distributed.processes import kill_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class WorkerGroup:
 
     async def kill(self) -> None:
         """End torchrun and every rank, and return when they are gone."""
-        await asyncio.to_thread(kill_tree, self._process.pid)
+        await asyncio.to_thread(kill_group, self._process.pid)
         await self._process.wait()
 
     def failure(self) -> Failure | None:

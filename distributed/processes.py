@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 PARENT_PID_VARIABLE = "PATCHGRID_PARENT_PID"
@@ -39,40 +40,70 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def descendants(pid: int) -> list[int]:
-    """All processes below `pid`, parents before children. Empty if it is gone."""
-    found: list[int] = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                found += [int(child), *descendants(int(child))]
-    return found
+def kill_group(agent_pid: int, *, timeout_s: float = 10.0) -> None:
+    """End an agent's ranks with SIGKILL, and the agent, and wait until all of it is gone.
 
-
-def kill_tree(pid: int, *, timeout_s: float = 10.0) -> None:
-    """End `pid` and everything below it with SIGKILL and wait until all of it is gone.
-
-    The caller reaps `pid` itself. Stopped processes die too. Blocks for up to `timeout_s` seconds.
+    Finds the ranks under the agent and, if it has died before them, among the orphans that this process adopted. The
+    caller reaps the agent itself. Stopped processes die too. Blocks for up to `timeout_s` seconds.
 
     Raises:
         TimeoutError: a process is still there, as one in an uninterruptible driver call would be.
     """
-    tree = descendants(pid)
-    for victim in [pid, *tree]:
+    tag = f"{PARENT_PID_VARIABLE}={agent_pid}".encode()
+    ranks = {pid for pid in _descendants(os.getpid()) if tag in _read(pid, "environ").split(b"\0")}
+    for pid in (agent_pid, *ranks):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + timeout_s
-    while left := [victim for victim in tree if not _is_gone(victim)]:
+    _wait_until(lambda: _state(agent_pid) in ("", "Z"), deadline)
+    # Its orphans are this process's now. A dead one has no environment left, but torchrun made it lead a session.
+    ranks |= {pid for pid in _children(os.getpid()) if pid != agent_pid and _session(pid) == pid}
+    _wait_until(lambda: all(_is_over(pid) for pid in ranks), deadline)
+
+
+def _wait_until(condition: Callable[[], bool], deadline: float) -> None:
+    while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {left} did not die of SIGKILL within {timeout_s:g} s")
+            raise TimeoutError("a rank did not die of SIGKILL in time")
         time.sleep(0.01)
 
 
-def _is_gone(pid: int) -> bool:
+def _is_over(pid: int) -> bool:
+    """Reap it if it is a child of this process; a zombie of another's is that one's to reap."""
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)  # an adopted orphan: collect it
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rpartition(")")[2].split()[0] == "Z"  # some other parent's to collect
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    return _state(pid) in ("", "Z")
+
+
+def _descendants(pid: int) -> list[int]:
+    below: list[int] = []
+    for child in _children(pid):
+        below += [child, *_descendants(child)]
+    return below
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        tasks = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+        return [int(child) for task in tasks for child in task.split()]
+    return []
+
+
+def _state(pid: int) -> str:
+    """The state letter of /proc/PID/stat, "Z" for one that is dead and not yet reaped; empty if there is none."""
+    return next(iter(_stat(pid)), "")
+
+
+def _session(pid: int) -> int:
+    return int(next(iter(_stat(pid)[3:]), 0))
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the command's name, which may hold anything."""
+    return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
+
+
+def _read(pid: int, name: str) -> bytes:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
