@@ -6,6 +6,7 @@ Invariant: the output file appears only once it is whole; what went wrong is tol
 import http.client
 import shutil
 import urllib.error
+import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Mapping, Sequence
@@ -53,7 +54,7 @@ def embed_files(
         OSError: a file cannot be read or written.
         ClientError: there is no server, or it refused; the message says why, and which file it is about.
     """
-    if not url.startswith(("http://", "https://")):
+    if not _is_http(url):
         raise ClientError(f"{url} is not an http:// or https:// URL")
     boundary = uuid.uuid4().hex
     request = urllib.request.Request(  # noqa: S310
@@ -69,6 +70,14 @@ def embed_files(
     finally:
         partial.unlink(missing_ok=True)
     return saved
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _form(files: Sequence[Path], fields: Mapping[str, str], boundary: str) -> bytes:

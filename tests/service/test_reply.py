@@ -231,4 +231,4 @@ def test_the_event_loop_keeps_ticking_while_a_large_float_answer_renders(pool: D
 
     found = asyncio.run(pauses())
     assert len(found) > 20
-    assert max(found) < 0.2
+    assert max(found) < sum(found) / 3  # one lock held from end to end would make it all of the sum
