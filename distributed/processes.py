@@ -55,9 +55,9 @@ def kill_group(agent_pid: int, *, timeout_s: float = 10.0) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + timeout_s
-    _wait_until(lambda: _state(agent_pid) in ("", "Z"), deadline)
+    _wait_until(lambda: _has_ended(agent_pid), deadline)
     # Its orphans are this process's now. A dead one has no environment left, but torchrun made it lead a session.
-    ranks |= {pid for pid in _children(os.getpid()) if pid != agent_pid and _session(pid) == pid}
+    ranks |= {pid for pid in _children(os.getpid()) if pid != agent_pid and _session(pid) == pid and _is_zombie(pid)}
     _wait_until(lambda: all(_is_over(pid) for pid in ranks), deadline)
 
 
@@ -72,7 +72,14 @@ def _is_over(pid: int) -> bool:
     """Reap it if it is a child of this process; a zombie of another's is that one's to reap."""
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] == pid
-    return _state(pid) in ("", "Z")
+    return not _stat(pid) or _is_zombie(pid)
+
+
+def _has_ended(child_pid: int) -> bool:
+    """Whether every thread of a child is gone, so that its own children have a new parent. Leaves it to be reaped."""
+    with contextlib.suppress(ChildProcessError):
+        return os.waitid(os.P_PID, child_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return True
 
 
 def _descendants(pid: int) -> list[int]:
@@ -89,9 +96,8 @@ def _children(pid: int) -> list[int]:
     return []
 
 
-def _state(pid: int) -> str:
-    """The state letter of /proc/PID/stat, "Z" for one that is dead and not yet reaped; empty if there is none."""
-    return next(iter(_stat(pid)), "")
+def _is_zombie(pid: int) -> bool:
+    return next(iter(_stat(pid)), "") == "Z"
 
 
 def _session(pid: int) -> int:

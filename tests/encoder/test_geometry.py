@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from encoder.config import DEEPSEEK_V4, DEEPSEEK_V41, DEMO, MIN_IMAGE_TOKENS, ModelType, VisionConfig
@@ -90,7 +90,6 @@ def test_sizes_that_no_image_has_are_refused(width: int, height: int) -> None:
         plan(DEEPSEEK_V4, width, height)
 
 
-@settings(deadline=None)
 @given(configs, sides, sides)
 def test_every_plan_fits_its_budget(config: VisionConfig, width: int, height: int) -> None:
     planned = plan(config, width, height)
@@ -98,7 +97,6 @@ def test_every_plan_fits_its_budget(config: VisionConfig, width: int, height: in
     assert planned.num_patches <= MOST_PATCHES[config.model_type]
 
 
-@settings(deadline=None)
 @given(any_config(), sides | st.just(MAX_SIDE), sides | st.just(MAX_SIDE))
 def test_grids_tile_the_canvas_in_any_config(config: VisionConfig, width: int, height: int) -> None:
     planned = plan(config, width, height)
@@ -111,7 +109,6 @@ def test_grids_tile_the_canvas_in_any_config(config: VisionConfig, width: int, h
     assert planned.num_tokens <= config.max_image_tokens - RESERVED_TOKENS[config.model_type]
 
 
-@settings(deadline=None)
 @given(configs, sides, sides)
 def test_an_image_within_the_budget_is_never_shrunk(config: VisionConfig, width: int, height: int) -> None:
     planned = plan(config, width, height)

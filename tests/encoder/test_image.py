@@ -229,7 +229,7 @@ def test_messages_are_our_own() -> None:
     assert "BytesIO" in str(error.__cause__)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     data=st.sampled_from([encode(noise(size=(40, 30)), name, **options) for name, options in LOSSLESS + LOSSY]),
     edits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=12),
@@ -296,7 +296,7 @@ def test_images_of_which_nothing_would_be_left_are_refused(config: VisionConfig,
 
 
 @pytest.mark.parametrize("config", CONFIGS.values())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(width=st.integers(1, 3), height=st.integers(10_000, 140_000), turned=st.booleans())
 def test_refused_as_degenerate_is_what_pillow_draws_as_bare_gray(
     config: VisionConfig, width: int, height: int, turned: bool

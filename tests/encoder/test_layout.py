@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from encoder.config import ModelType
@@ -53,7 +53,6 @@ def test_v41_ends_every_row_with_a_newline_between_start_and_end() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(deadline=None)
 @given(grid=grids)
 def test_every_aligner_row_appears_once(layout: Layout, grid: Grid) -> None:
     num_rows = grid[0] * grid[1]
@@ -63,14 +62,12 @@ def test_every_aligner_row_appears_once(layout: Layout, grid: Grid) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(deadline=None)
 @given(grid=grids)
 def test_row_count_is_known_from_the_grid(layout: Layout, grid: Grid) -> None:
     assert layout_index(layout, grid).shape == (num_layout_rows(layout, grid),)
 
 
 @pytest.mark.parametrize("layout", ["v4", "v41"])
-@settings(deadline=None)
 @given(grid=grids)
 def test_one_type_per_token_of_the_plan(layout: Literal["v4", "v41"], grid: Grid) -> None:
     types = token_types(layout, grid)
@@ -78,7 +75,6 @@ def test_one_type_per_token_of_the_plan(layout: Literal["v4", "v41"], grid: Grid
     assert types.shape == (count_tokens(MODEL_TYPES[layout], grid),)
 
 
-@settings(deadline=None)
 @given(grid=grids)
 def test_v4_image_tokens_and_newlines_match_the_grid(grid: Grid) -> None:
     rows, cols = grid
@@ -86,7 +82,6 @@ def test_v4_image_tokens_and_newlines_match_the_grid(grid: Grid) -> None:
     assert counts[[0, 2, 3, 4]].tolist() == [1, rows * cols, rows, 1]
 
 
-@settings(deadline=None)
 @given(grid=grids)
 def test_v41_layout_and_types_name_the_same_tokens(grid: Grid) -> None:
     """Start, image, newline and end stand where the types say, so the rows can be written over the block as it is."""
