@@ -31,7 +31,7 @@ class DecodePool:
         self._profile = settings.image_profile
         self._limit_pixels = settings.limit_image_pixels
         self._metrics = metrics
-        self._decoders = ThreadPoolExecutor(settings.num_decode_threads, thread_name_prefix="decode")
+        self._decoders = ThreadPoolExecutor(settings.num_decode_processes, thread_name_prefix="decode")
         self._side = ThreadPoolExecutor(_NUM_SIDE_THREADS, thread_name_prefix="side")
 
     def __enter__(self) -> Self:

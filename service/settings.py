@@ -17,7 +17,7 @@ ENV_PREFIX = "PATCHGRID_"
 
 _MIB = 1024 * 1024
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-_MAX_DECODE_THREADS = 8
+_MAX_DECODERS = 8
 
 _Finite = Annotated[PositiveFloat, Field(allow_inf_nan=False)]
 
@@ -79,9 +79,26 @@ class Settings(BaseSettings):
     batches_in_flight: PositiveInt = Field(
         default=2, description="batches the group holds at once: one works, the rest wait"
     )
-    decode_threads: PositiveInt | None = Field(
-        default=None, description=f"threads that decode images; without it, one per core, at most {_MAX_DECODE_THREADS}"
+    decode_processes: PositiveInt | None = Field(
+        default=None, description=f"processes that decode images; without it, one per core, at most {_MAX_DECODERS}"
     )
+
+    api_keys: SecretStr | None = Field(
+        default=None, description="keys that may use /embed and /plan, separated by commas; without any, everyone may"
+    )
+    api_keys_file: Path | None = Field(default=None, description="a file of such keys, one on each line")
+    probe_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="a second port for /health, /metrics and /info, which then leave the first; 0 picks a free one",
+    )
+    fetch_hosts: str = Field(
+        default="",
+        description="hosts whose http(s) URLs may stand for images, separated by commas, *.name for all below name; "
+        "without any, no URL is fetched",
+    )
+    fetch_timeout_s: _Finite = Field(default=10.0, description="longest one image may take to fetch, seconds")
 
     limit_body_bytes: PositiveInt = Field(default=64 * _MIB, description="largest request body, bytes")
     limit_images_per_request: PositiveInt = Field(default=64, description="most images in one request")
@@ -89,22 +106,48 @@ class Settings(BaseSettings):
     limit_image_pixels: PositiveInt = Field(
         default=100_000_000, description="largest image, width x height, checked before it is decoded"
     )
+    limit_decoding_requests: PositiveInt = Field(
+        default=256, description="most requests between the door and the queue; one beyond it gets 429"
+    )
     limit_queue_patches: PositiveInt = Field(
         default=1_000_000, description="most patches waiting for the group; a request beyond it gets 429"
     )
+    limit_held_bytes: PositiveInt = Field(
+        default=2048 * _MIB,
+        description="bytes of bodies, canvases and rows held for requests; one that finds it reached gets 429",
+    )
 
     request_timeout_s: _Finite = Field(
-        default=120.0, description="longest a request may take, upload included, seconds"
+        default=120.0,
+        description="longest a request may take, upload included, seconds; x-timeout-ms may ask for less",
     )
+    receive_timeout_s: _Finite = Field(default=30.0, description="longest a body may take to arrive, seconds")
+    decode_timeout_s: _Finite = Field(default=20.0, description="longest one image may take to decode, seconds")
     startup_timeout_s: _Finite = Field(default=900.0, description="longest the group may take to become ready, seconds")
     rank_timeout_s: _Finite = Field(
         default=10.0, description="longest silence of the group before it is restarted, seconds"
+    )
+    stall_timeout_s: _Finite = Field(
+        default=120.0,
+        description="longest a rank may work on one forward before it counts as hung, seconds",
     )
     collective_timeout_s: _Finite = Field(
         default=600.0, description="time-out of torch.distributed's collectives, seconds"
     )
     restart_limit: int = Field(default=5, ge=0, description="restarts allowed in restart-window-s before giving up")
     restart_window_s: _Finite = Field(default=300.0, description="how far back restarts are counted, seconds")
+    quarantine_s: _Finite = Field(
+        default=3600.0, description="how long an image that crashed the ranks is refused, seconds"
+    )
+    drain_pause_s: float = Field(
+        default=1.0, ge=0, allow_inf_nan=False, description="time for balancers to see that ready is gone, seconds"
+    )
+    drain_timeout_s: _Finite = Field(
+        default=120.0, description="longest that accepted requests may take to finish after SIGTERM, seconds"
+    )
+    worker_module: str = Field(
+        default="distributed.worker", min_length=1, description="what torchrun starts as a rank; for tests"
+    )
     log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
         default="info", description="least to log"
     )
@@ -123,9 +166,9 @@ class Settings(BaseSettings):
         return 1 if self.device == "cpu" else max(count_gpus(), 1)
 
     @property
-    def num_decode_threads(self) -> int:
-        """Threads that decode images, the default resolved."""
-        return self.decode_threads or min(os.cpu_count() or 1, _MAX_DECODE_THREADS)
+    def num_decode_processes(self) -> int:
+        """Processes that decode images, the default resolved."""
+        return self.decode_processes or min(os.cpu_count() or 1, _MAX_DECODERS)
 
 
 def load_settings(argv: Sequence[str]) -> Settings:

@@ -46,7 +46,7 @@ def serving(app: FastAPI) -> Iterator[str]:
 @pytest.fixture
 def url() -> Iterator[str]:
     """A server of the real bodies and answers, whose rows are all the image's length."""
-    settings, metrics = Settings(decode_threads=1), Metrics()
+    settings, metrics = Settings(decode_processes=1), Metrics()
     app = FastAPI()
     install_error_handling(app)
     with DecodePool(settings, DEEPSEEK_V4, metrics) as pool:

@@ -22,7 +22,7 @@ def metrics() -> Metrics:
 
 @pytest.fixture
 def pool(metrics: Metrics) -> Iterator[DecodePool]:
-    with DecodePool(Settings(decode_threads=2, limit_image_pixels=1_000_000), DEEPSEEK_V4, metrics) as pool:
+    with DecodePool(Settings(decode_processes=2, limit_image_pixels=1_000_000), DEEPSEEK_V4, metrics) as pool:
         yield pool
 
 

@@ -24,7 +24,7 @@ from service.settings import Settings
 
 LIMIT_BODY = 10_000
 SETTINGS = Settings(
-    decode_threads=1,
+    decode_processes=1,
     limit_body_bytes=LIMIT_BODY,
     limit_images_per_request=4,
     limit_image_bytes=2_000,

@@ -34,7 +34,7 @@ TORCH: dict[RowDtype, torch.dtype] = {
 
 @pytest.fixture
 def pool() -> Iterator[DecodePool]:
-    with DecodePool(Settings(decode_threads=1), DEEPSEEK_V4, Metrics()) as pool:
+    with DecodePool(Settings(decode_processes=1), DEEPSEEK_V4, Metrics()) as pool:
         yield pool
 
 

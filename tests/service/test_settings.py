@@ -34,10 +34,10 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch:
 
 def test_an_empty_environment_value_is_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATCHGRID_MODEL_NAME", "")
-    monkeypatch.setenv("PATCHGRID_DECODE_THREADS", "")
+    monkeypatch.setenv("PATCHGRID_DECODE_PROCESSES", "")
     settings = load_settings([])
     assert settings.model_name is None
-    assert settings.decode_threads is None
+    assert settings.decode_processes is None
 
 
 @pytest.mark.parametrize(
