@@ -100,6 +100,14 @@ class Exchange:
         _wait([dist.irecv(mine[i], src=0, tag=index) for i, index in enumerate(shares[self.rank])])
         return mine
 
+    def all_agree(self, agree: bool) -> bool:
+        """Whether every rank says so. Tells a rank that it must do again what a peer could not finish."""
+        if self.num_ranks == 1:
+            return agree
+        votes = torch.tensor([agree], dtype=torch.int32)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+        return bool(votes)
+
     def gather_rows(self, rows_ND: Tensor, rank_rows: Sequence[int]) -> Tensor:
         """Exchange all ranks' rows in one padded all-gather.
 

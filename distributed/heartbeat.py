@@ -2,12 +2,15 @@
 
 A thread in each rank counts up its own key in torchrun's key-value store; rank 0's thread reads all keys. The clock is
 rank 0's alone: what counts is how long ago it last saw a key move. A thread and no collective, because a rank may
-rightly spend a minute inside one forward and a rank that is waiting in a collective cannot speak for itself.
+rightly spend a minute inside one forward and a rank that is waiting in a collective cannot speak for itself. A rank
+whose main thread is at one batch for too long stops counting: its process lives, but nobody will hear of it again.
 """
 
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,14 +19,23 @@ import torch.distributed as dist
 class Heartbeat:
     """Starts counting when made, on every rank; `stop` ends it."""
 
-    def __init__(self, rank: int, num_ranks: int, epoch: int, *, interval_s: float) -> None:
+    def __init__(self, rank: int, num_ranks: int, epoch: int, *, interval_s: float, stall_timeout_s: float) -> None:
         self._keys = [f"patchgrid/{epoch}/heartbeat/{peer}" for peer in range(num_ranks)]
         self._rank = rank
         self._interval_s = interval_s
+        self._stall_timeout_s = stall_timeout_s
+        self._working_since: float | None = None
         self._last_seen = [time.monotonic()] * num_ranks
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around the main thread's work on one batch, which has to end within the stall time-out."""
+        self._working_since = time.monotonic()
+        yield
+        self._working_since = None
 
     def silent_s(self) -> tuple[float, ...]:
         """Rank 0: seconds since each rank's heartbeat was last seen to move."""
@@ -46,7 +58,9 @@ class Heartbeat:
         counts = [0] * len(self._keys)
         try:
             while not self._stopping.wait(self._interval_s):
-                store.add(self._keys[self._rank], 1)
+                since = self._working_since
+                if since is None or time.monotonic() - since < self._stall_timeout_s:
+                    store.add(self._keys[self._rank], 1)
                 if self._rank == 0:
                     for peer, key in enumerate(self._keys):
                         count = store.add(key, 0)

@@ -29,6 +29,8 @@ class LaunchOptions:
     attention: str = "auto"
     max_patches_per_forward: int | None = None
     collective_timeout_s: float = 600.0
+    stall_timeout_s: float = 120.0
+    worker_module: str = "distributed.worker"
 
     def torchrun_args(self, run_dir: Path, epoch: int) -> list[str]:
         """The command line of torchrun, ours being the first host where there are several."""
@@ -43,6 +45,7 @@ class LaunchOptions:
             f"--dtype={self.dtype}",
             f"--attention={self.attention}",
             f"--collective-timeout-s={self.collective_timeout_s}",
+            f"--stall-timeout-s={self.stall_timeout_s}",
             f"--epoch={epoch}",
             f"--run-dir={run_dir}",
         ]
@@ -53,7 +56,7 @@ class LaunchOptions:
             f"--nproc-per-node={self.nproc_per_node}",
             "--max-restarts=0",
             "-m",
-            "distributed.worker",
+            self.worker_module,
             *worker,
         ]
 

@@ -60,10 +60,14 @@ class FrontLink:
         header, *frames = await self._socket.recv_multipart(copy=False)
         return unpack_to_front(header.buffer), [frame.buffer for frame in frames]
 
+    def hide(self) -> None:
+        """Remove the socket's file once rank 0 has come: nobody else may, and a killed front end leaves no socket."""
+        self._path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Drop whatever is still queued and remove the socket's file."""
         self._socket.close(linger=0)
-        self._path.unlink(missing_ok=True)
+        self.hide()
 
 
 @dataclass(frozen=True, slots=True)

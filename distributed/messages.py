@@ -81,8 +81,7 @@ class RowsSpec(msgspec.Struct, frozen=True, array_like=True):
 class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
     """The answer to `Encode`. Buffers: one per image in the order of the question, empty where not finite.
 
-    `wait_s` passed in rank 0's inbox, behind the batch before; `encode_s` is rank 0's own, and `gather_s` includes its
-    wait for the slowest rank.
+    `wait_s` passed in rank 0's inbox, behind the batch before; `encode_s` is the slowest rank's, with the scatter.
     """
 
     batch_id: int
