@@ -8,13 +8,16 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.types import Message
 
 from encoder.checkpoint import Checkpoint
 from encoder.geometry import plan
+from service.admission import Admission, Ticket
 from service.decode import DecodePool
-from service.errors import install_error_handling
+from service.errors import ServiceError, install_error_handling
 from service.intake import read_embed, read_plan
 from service.metrics import Metrics
+from service.patience import deadline_s, time_limit, while_awaited
 from service.pipeline import Pipeline
 from service.reply import Answer, embed_response
 from service.request_log import RequestLog
@@ -31,7 +34,7 @@ from service.schemas import (
     plan_openapi,
 )
 from service.settings import Settings
-from service.supervisor import Supervisor
+from service.supervisor import GroupState, Supervisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Parts:
     settings: Settings
     checkpoint: Checkpoint
     pool: DecodePool
+    admission: Admission
     pipeline: Pipeline
     supervisor: Supervisor
     metrics: Metrics
@@ -49,6 +53,25 @@ class Parts:
     def model_name(self) -> str:
         """The name in answers."""
         return self.settings.model_name or self.checkpoint.name
+
+    def health(self) -> Health:
+        """Whether the service takes work, and if not, why."""
+        reasons = ("draining",) * self.admission.draining + self.supervisor.reasons_not_ready()
+        return Health(live=True, ready=not reasons, reasons=reasons)
+
+    def check_ready(self) -> None:
+        """Refuse work that the group cannot begin now.
+
+        Raises:
+            ServiceError: starting, restarting or draining, with a time to come back after.
+        """
+        match self.supervisor.state:
+            case GroupState.STARTING:
+                raise ServiceError("starting", "the model is loading", retry_after_s=5)
+            case GroupState.RESTARTING:
+                raise ServiceError("restarting", "the worker group is starting again", retry_after_s=5)
+            case GroupState.STOPPED:
+                raise ServiceError("draining", "the service is ending", retry_after_s=1)
 
 
 def create_app(parts: Parts) -> FastAPI:
@@ -78,18 +101,20 @@ def _add_work(app: FastAPI, parts: Parts) -> None:
     )
     async def embed(request: Request) -> Response:
         """Rows of each image, in the order of the request."""
-        parts.pipeline.admit()
-        async with parts.pipeline.deadline():
-            job = await read_embed(request, settings, pool)
-            images = await parts.pipeline.embed(job)
-        answer = Answer(model=parts.model_name, layout=job.layout, dtype=job.dtype, images=images)
-        return await embed_response(
-            answer,
-            accept=request.headers.get("accept"),
-            encoding_format=job.encoding_format,
-            pool=pool,
-            metrics=metrics,
-        )
+        parts.check_ready()
+        seconds = deadline_s(request, settings.request_timeout_s)
+        ticket = request.state.until_answered.enter_context(parts.admission.enter())
+        async with time_limit(seconds):
+            job = await read_embed(_counted(request, ticket), settings, pool)
+            ticket.hold(sum(len(image) for image in job.images))
+            images = await while_awaited(request, parts.pipeline.embed(job, ticket))
+            return await embed_response(
+                Answer(model=parts.model_name, layout=job.layout, dtype=job.dtype, images=images),
+                accept=request.headers.get("accept"),
+                encoding_format=job.encoding_format,
+                pool=pool,
+                metrics=metrics,
+            )
 
     @app.post(
         "/plan",
@@ -104,27 +129,22 @@ def _add_work(app: FastAPI, parts: Parts) -> None:
 
 
 def _add_probes(app: FastAPI, parts: Parts) -> None:
-    supervisor = parts.supervisor
-
-    def health() -> Health:
-        reasons = supervisor.reasons_not_ready()
-        return Health(live=True, ready=not reasons, reasons=reasons)
-
     @app.get("/health/live", summary="Is the process there?")
     async def live() -> Health:
         """200 as long as the event loop turns; what it says of readiness does not count."""
-        return health()
+        return parts.health()
 
     @app.get("/health/ready", summary="Does it take work?", responses={503: {"model": Health}})
     @app.get("/health", summary="Both, with reasons", responses={503: {"model": Health}})
     async def ready() -> JSONResponse:
-        """200 if the worker group is up and its heartbeat is fresh, else 503 and the reasons."""
-        report = health()
+        """200 if the worker group is up, its heartbeat fresh and its last forward good, else 503 and the reasons."""
+        report = parts.health()
         return JSONResponse(report.model_dump(), 200 if report.ready else 503)
 
     @app.get("/metrics", summary="For Prometheus", response_class=Response)
     async def render_metrics() -> Response:
         """Text exposition format."""
+        parts.metrics.ready.set(parts.health().ready)
         body, media_type = parts.metrics.render()
         return Response(body, media_type=media_type)
 
@@ -132,6 +152,17 @@ def _add_probes(app: FastAPI, parts: Parts) -> None:
     async def info() -> Info:
         """What only the worker group knows is null until it has said hello."""
         return _describe(parts)
+
+
+def _counted(request: Request, ticket: Ticket) -> Request:
+    """The same request, whose body is held by the ticket as it arrives."""
+
+    async def receive() -> Message:
+        message = await request.receive()
+        ticket.claim(len(message.get("body", b"")))
+        return message
+
+    return Request(request.scope, receive)
 
 
 def _plan_all(checkpoint: Checkpoint, sizes: tuple[tuple[int, int], ...]) -> PlanResponse:

@@ -6,6 +6,7 @@ way and the one after it forms. Every image that was queued ends with rows or wi
 
 import asyncio
 import itertools
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -17,6 +18,9 @@ from encoder.image import Canvas
 from encoder.layout import Layout
 from service.errors import ServiceError
 from service.metrics import Metrics
+
+_NEWEST_WEIGHT = 0.3
+_LONGEST_RETRY_S = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +34,10 @@ class ImageRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueuedImage:
-    """An image that waits for its rows."""
+    """An image that waits for its rows. digest: its canvas's."""
 
     canvas: Canvas
+    digest: str
     layout: Layout
     dtype: RowDtype
     rows: "asyncio.Future[ImageRows]"
@@ -56,6 +61,26 @@ def num_fitting(num_patches: Iterable[int], budget_patches: int) -> int:
             break
         count += 1
     return count
+
+
+class PatchRate:
+    """Patches per second that the group gets through while it has work: a moving average over batches."""
+
+    def __init__(self) -> None:
+        self._patches_per_s = 0.0
+        self._last_end = 0.0
+
+    def observe(self, num_patches: int, start: float, end: float) -> None:
+        """Count a batch. Of two in flight, the second's time begins when the first ends."""
+        elapsed = max(end - max(start, self._last_end), 1e-6)
+        self._last_end = end
+        newest = num_patches / elapsed
+        weight = _NEWEST_WEIGHT if self._patches_per_s else 1.0
+        self._patches_per_s += weight * (newest - self._patches_per_s)
+
+    def seconds_for(self, num_patches: int) -> float:
+        """How long so many patches take; 0 as long as nothing was measured."""
+        return num_patches / self._patches_per_s if self._patches_per_s else 0.0
 
 
 class Batcher:
@@ -86,22 +111,31 @@ class Batcher:
         self._queued_patches = 0
         self._tickets = itertools.count()
         self._arrived = asyncio.Event()
+        self._rate = PatchRate()
 
-    async def submit(self, canvas: Canvas, layout: Layout, dtype: RowDtype) -> ImageRows:
+    def waiting_s(self) -> float:
+        """How long what is queued will take, at the rate of the last batches; 0 before the first."""
+        return self._rate.seconds_for(self._queued_patches)
+
+    async def submit(self, canvas: Canvas, digest: str, layout: Layout, dtype: RowDtype) -> ImageRows:
         """Queue an image and wait for its rows. An image whose wait is cancelled leaves the queue at once.
 
         Raises:
-            ServiceError: the queue is full, or whatever went wrong with this image's batch.
+            ServiceError: the queue is full, or whatever went wrong with this image.
         """
-        image = QueuedImage(canvas, layout, dtype, asyncio.get_running_loop().create_future())
+        image = QueuedImage(canvas, digest, layout, dtype, asyncio.get_running_loop().create_future())
         if self._queue and self._queued_patches + image.num_patches > self._limit_queue_patches:
-            raise ServiceError("queue_full", "too many patches are waiting", retry_after_s=1)
+            retry_after_s = min(max(1, math.ceil(self.waiting_s())), _LONGEST_RETRY_S)
+            raise ServiceError("queue_full", "too many patches are waiting", retry_after_s=retry_after_s)
         ticket = next(self._tickets)
         self._queue[ticket] = image
         self._count_queue(1, image.num_patches)
         self._arrived.set()
         try:
             return await image.rows
+        except asyncio.CancelledError:
+            self._metrics.images_dropped_total.labels("queue" if ticket in self._queue else "flight").inc()
+            raise
         finally:
             if ticket in self._queue:
                 self._remove(ticket)
@@ -122,12 +156,14 @@ class Batcher:
         return [self._remove(ticket) for ticket in tickets]
 
     async def _settle(self, batch: list[QueuedImage]) -> None:
-        now = time.perf_counter()
+        started = time.perf_counter()
         for image in batch:
-            self._metrics.stage_seconds.labels("queue").observe(now - image.queued_at)
-        self._metrics.batch_size_patches.observe(sum(image.num_patches for image in batch))
+            self._metrics.stage_seconds.labels("queue").observe(started - image.queued_at)
+        num_patches = sum(image.num_patches for image in batch)
+        self._metrics.batch_size_patches.observe(num_patches)
         try:
             await self._encode(batch)
+            self._rate.observe(num_patches, started, time.perf_counter())
         finally:
             self._slots.release()
             for image in batch:

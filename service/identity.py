@@ -1,6 +1,6 @@
-"""An image's id: what it would be computed from, and nothing that a client says of it.
+"""What an image is, and what its rows are: digests of content, and of nothing that a client says of it.
 
-Two images share an id only if the same rows answer both. The key makes ids unguessable for others where that matters.
+Two images share an id only if the same rows answer both. The key makes both digests unguessable for others.
 """
 
 import hashlib
@@ -12,23 +12,34 @@ from encoder.layout import Layout
 _DIGEST_BYTES = 32
 
 
-def content_id(
-    canvas: Canvas, *, fingerprint: str, profile: ImageProfile, layout: Layout, dtype: RowDtype, key: str
-) -> str:
-    """The id of one image's rows.
+def canvas_digest(canvas: Canvas, *, key: str) -> str:
+    """64 hexadecimal digits of the pixels that the tower sees and of the size of the image that they came from.
 
     Args:
-        canvas: the pixels that the tower sees, and the size of the image that they came from.
+        canvas: the image.
+        key: a deployment's secret; empty for digests that anyone can compute.
+    """
+    header = f"{canvas.plan.image_size}|{canvas.pixels.shape}|".encode()
+    return _digest(b"patchgrid.canvas", key, header, canvas.pixels.data)
+
+
+def content_id(
+    digest: str, *, fingerprint: str, profile: ImageProfile, layout: Layout, dtype: RowDtype, key: str
+) -> str:
+    """The id of one image's rows, 64 hexadecimal digits.
+
+    Args:
+        digest: the canvas's.
         fingerprint: of the weights, the config and the dtype that the tower computes in.
         profile, layout, dtype: as they were asked for.
-        key: a deployment's secret; empty for ids that anyone can compute.
-
-    Returns:
-        64 hexadecimal digits of a keyed BLAKE2b.
+        key: as for `canvas_digest`.
     """
-    key_digest = hashlib.blake2b(key.encode()).digest() if key else b""
-    digest = hashlib.blake2b(key=key_digest, digest_size=_DIGEST_BYTES, person=b"patchgrid.image")
-    plan = canvas.plan
-    digest.update(f"{fingerprint}|{profile}|{layout}|{dtype}|{plan.image_size}|{canvas.pixels.shape}|".encode())
-    digest.update(canvas.pixels.data)
+    return _digest(b"patchgrid.rows", key, f"{digest}|{fingerprint}|{profile}|{layout}|{dtype}".encode())
+
+
+def _digest(purpose: bytes, key: str, *parts: bytes | memoryview) -> str:
+    hashed_key = hashlib.blake2b(key.encode()).digest() if key else b""
+    digest = hashlib.blake2b(key=hashed_key, digest_size=_DIGEST_BYTES, person=purpose)
+    for part in parts:
+        digest.update(part)
     return digest.hexdigest()

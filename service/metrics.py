@@ -53,6 +53,13 @@ class Metrics:
         self.rows_total = counter("rows_total", "Rows answered.")
         self.queue_images = gauge("queue_images", "Images that wait for the group.")
         self.queue_patches = gauge("queue_patches", "Patches that wait for the group.")
+        self.images_dropped_total = counter(
+            "images_dropped_total", "Images whose request was gone before their rows came, by where they were.", "where"
+        )
+        self.images_not_finite_total = counter("images_not_finite_total", "Images whose rows were not finite.")
+        self.images_quarantined_total = counter("images_quarantined_total", "Images found to crash the ranks.")
+        self.requests_in_progress = gauge("requests_in_progress_requests", "Requests that were let in.")
+        self.held_bytes = gauge("held_bytes", "Bytes of bodies, canvases and rows held for requests.")
         self.batch_size_patches = histogram("batch_size_patches", "Patches in a batch.", _PATCHES_BUCKETS)
         self.stage_seconds = histogram("stage_seconds", "Time in each stage.", _SECONDS_BUCKETS, "stage")
         self.rank_patches_total = counter("rank_patches_total", "Patches encoded by each rank.", "rank")
@@ -63,6 +70,8 @@ class Metrics:
         # A series that is there from the start, at 0, is one that a rate or an alert can be built on.
         for outcome in ("ok", "disconnected", *ERRORS):
             self.requests_total.labels(outcome)
+        for where in ("queue", "flight"):
+            self.images_dropped_total.labels(where)
         for stage in get_args(Stage):
             self.stage_seconds.labels(stage)
 

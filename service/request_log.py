@@ -4,6 +4,7 @@ Every answer carries `x-request-id`: the caller's if it is a plain token, else a
 only the method and the route it matched are logged.
 """
 
+import contextlib
 import logging
 import re
 import time
@@ -23,7 +24,10 @@ _UNCOUNTED = ("/health", "/metrics")  # probes would drown the requests
 
 
 class RequestLog:
-    """Outermost middleware. Handlers read `request.state.request_id` and leave `request.state.outcome`."""
+    """Outermost middleware. Handlers read `request.state.request_id` and leave `request.state.outcome`.
+
+    What they enter into `request.state.until_answered` is left when the answer's last byte is on its way.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -48,7 +52,9 @@ class RequestLog:
             await send(message)
 
         try:
-            await self._app(scope, receive, add_id)
+            with contextlib.ExitStack() as until_answered:
+                state["until_answered"] = until_answered
+                await self._app(scope, receive, add_id)
         finally:
             if not scope["path"].startswith(_UNCOUNTED):
                 outcome = state.get("outcome", "ok" if status else "disconnected")

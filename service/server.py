@@ -6,11 +6,10 @@ The process ends with code 0 when it was told to, and with 1 and a reason when i
 import asyncio
 import contextlib
 import logging
-import shutil
 import signal
 import socket
 import sys
-import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,17 +20,24 @@ from distributed.launcher import LaunchOptions
 from distributed.processes import adopt_orphans
 from encoder.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from encoder.config import ConfigError
+from service.admission import Admission
 from service.app import Parts, create_app
 from service.batcher import Batcher
 from service.decode import DecodePool
+from service.ledger import Ledger
 from service.metrics import Metrics
 from service.pipeline import Pipeline
+from service.quarantine import Quarantine
+from service.run_dir import private_run_dir
 from service.settings import Settings
 from service.supervisor import GroupError, Supervisor, SupervisorOptions
 
 log = logging.getLogger("patchgrid")
 
 _BACKLOG = 2048
+_LOOK_AGAIN_S = 0.05
+_STOP_GRACE_S = 10.0
+_HANG_UP_S = 5  # for answers that were made and are not read
 
 
 class HttpServer(uvicorn.Server):
@@ -57,17 +63,21 @@ def serve(settings: Settings) -> int:
     if checkpoint.naming == "random":
         log.warning("serving RANDOM WEIGHTS (%s): for trying and measuring only; see --model", checkpoint.name)
     adopt_orphans()
-    run_dir = Path(tempfile.mkdtemp(prefix="patchgrid-"))
-    try:
-        with listener:
-            return uvloop.run(_serve(settings, checkpoint, listener, run_dir))
-    finally:
-        shutil.rmtree(run_dir)
+    with listener, private_run_dir() as run_dir:
+        return uvloop.run(_serve(settings, checkpoint, listener, run_dir))
 
 
 async def _serve(settings: Settings, checkpoint: Checkpoint, listener: socket.socket, run_dir: Path) -> int:
     metrics = Metrics()
-    supervisor = Supervisor(_launch_options(settings), _supervisor_options(settings), run_dir, metrics)
+    quarantine = Quarantine(settings.quarantine_s)
+    supervisor = Supervisor(
+        _launch_options(settings),
+        _supervisor_options(settings),
+        checkpoint.config,
+        Ledger(quarantine, metrics),
+        run_dir,
+        metrics,
+    )
     batcher = Batcher(
         supervisor.encode,
         metrics,
@@ -75,33 +85,81 @@ async def _serve(settings: Settings, checkpoint: Checkpoint, listener: socket.so
         slots=settings.batches_in_flight,
         limit_queue_patches=settings.limit_queue_patches,
     )
+    admission = Admission(
+        limit_decoding_requests=settings.limit_decoding_requests,
+        limit_held_bytes=settings.limit_held_bytes,
+        waiting_s=batcher.waiting_s,
+        metrics=metrics,
+    )
     with DecodePool(settings, checkpoint.config, metrics) as pool:
-        pipeline = Pipeline(pool, batcher, supervisor, metrics, settings)
-        app = create_app(Parts(settings, checkpoint, pool, pipeline, supervisor, metrics))
-        http = HttpServer(uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off"))
-
-        told_to_stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
-        stopping = asyncio.create_task(told_to_stop.wait())
+        pipeline = Pipeline(settings, pool, batcher, supervisor, quarantine, metrics)
+        app = create_app(Parts(settings, checkpoint, pool, admission, pipeline, supervisor, metrics))
+        http = HttpServer(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                timeout_graceful_shutdown=_HANG_UP_S,
+            )
+        )
+        signals = _catch_signals()
         supervising = asyncio.create_task(supervisor.run())
         batching = asyncio.create_task(batcher.run())
         listening = asyncio.create_task(http.serve(sockets=[listener]))
+        told_to_stop = asyncio.create_task(signals.get())
         log.info("listening on http://%s:%d", *listener.getsockname()[:2])
 
-        await asyncio.wait({stopping, supervising, batching, listening}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({told_to_stop, supervising, batching, listening}, return_when=asyncio.FIRST_COMPLETED)
+        in_order = told_to_stop.done()
+        if in_order:
+            in_order = await _drain(admission, signals, settings)
+        admission.closed = True
         http.should_exit = True
+        http.force_exit = not in_order
         await listening
-        supervisor.stop()
+        if batching.done():
+            log.critical("the queue's owner failed", exc_info=batching.exception())
+        supervisor.stop(grace_s=_STOP_GRACE_S if in_order else 0.0)
         try:
             await supervising
         except GroupError as error:
             log.critical("cannot go on: %s", error)
             return 1
         finally:
-            stopping.cancel()
+            told_to_stop.cancel()
             batching.cancel()
-    return 0 if told_to_stop.is_set() else 1
+    return 0 if in_order else 1
+
+
+def _catch_signals() -> "asyncio.Queue[signal.Signals]":
+    """SIGTERM and SIGINT, from now on, in the order in which they come."""
+    caught: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, caught.put_nowait, number)
+    return caught
+
+
+async def _drain(admission: Admission, signals: "asyncio.Queue[signal.Signals]", settings: Settings) -> bool:
+    """Let balancers see that this service leaves, then let nobody in, and wait until all who are in have their answer.
+
+    Returns whether they all have; a second signal or --drain-timeout-s end the wait.
+    """
+    log.info("draining: %d request(s) in progress; a second signal ends at once", admission.requests)
+    admission.draining = True
+    forced = asyncio.create_task(signals.get())
+    try:
+        await asyncio.wait({forced}, timeout=settings.drain_pause_s)
+        admission.closed = True
+        deadline = time.monotonic() + settings.drain_timeout_s
+        while admission.requests and not forced.done() and time.monotonic() < deadline:
+            await asyncio.wait({forced}, timeout=_LOOK_AGAIN_S)
+        if admission.requests:
+            log.error("leaving %d request(s) without an answer", admission.requests)
+        return not admission.requests
+    finally:
+        forced.cancel()
 
 
 def _launch_options(settings: Settings) -> LaunchOptions:
@@ -115,6 +173,8 @@ def _launch_options(settings: Settings) -> LaunchOptions:
         attention=settings.attention,
         max_patches_per_forward=settings.max_patches_per_forward,
         collective_timeout_s=settings.collective_timeout_s,
+        stall_timeout_s=settings.stall_timeout_s,
+        worker_module=settings.worker_module,
     )
 
 

@@ -16,31 +16,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import zmq.asyncio
 
 from distributed.launcher import LaunchOptions, WorkerGroup
 from distributed.link import FrontLink
-from distributed.messages import (
-    DTYPE_BYTES,
-    Encode,
-    Encoded,
-    Hello,
-    ImageSpec,
-    Ping,
-    Pong,
-    ProtocolError,
-    RowsSpec,
-    Stop,
-)
-from encoder.layout import num_layout_rows
-from service.batcher import ImageRows, QueuedImage
+from distributed.messages import Encoded, Hello, Ping, Pong, ProtocolError, Stop
+from encoder.config import VisionConfig
+from encoder.geometry import plan
+from encoder.image import Canvas
+from service.batcher import QueuedImage
 from service.errors import ServiceError
+from service.ledger import Debt, Ledger
 from service.metrics import Metrics
 
 log = logging.getLogger("patchgrid.supervisor")
 
 _PINGS_PER_TIMEOUT = 4
-_STOP_GRACE_S = 10.0
 _LONGEST_BACKOFF_S = 10.0
 
 
@@ -57,16 +50,6 @@ class GroupError(RuntimeError):
     """The group cannot be started, or died too often; the message is the reason."""
 
 
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A batch that was accepted and not answered."""
-
-    message: Encode
-    images: Sequence[QueuedImage]
-    answered: "asyncio.Future[Encoded]"
-    sent_at: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class SupervisorOptions:
     """How patient the supervisor is; the fields are those of `Settings`."""
@@ -80,17 +63,29 @@ class SupervisorOptions:
 class Supervisor:
     """The front end's side of the worker group. Use from one event loop."""
 
-    def __init__(self, launch: LaunchOptions, options: SupervisorOptions, run_dir: Path, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        launch: LaunchOptions,
+        options: SupervisorOptions,
+        config: VisionConfig,
+        ledger: Ledger,
+        run_dir: Path,
+        metrics: Metrics,
+    ) -> None:
         self.state = GroupState.STARTING
         self.hello: Hello | None = None
         self._launch = launch
         self._options = options
+        self._config = config
+        self._ledger = ledger
         self._run_dir = run_dir
         self._metrics = metrics
-        self._batch_ids = itertools.count(1)
-        self._pending: dict[int, _Pending] = {}
         self._link: FrontLink | None = None
+        self._epoch = 0
         self._stopping = asyncio.Event()
+        self._stop_grace_s = 0.0
+        self._doubt = asyncio.Event()
+        self._deaths: deque[float] = deque()
         self._pong = Pong(nonce=0, silent_s=())
         self._pong_at = 0.0
 
@@ -103,9 +98,12 @@ class Supervisor:
         """Why the group takes no work now; empty if it does."""
         if self.state is not GroupState.READY:
             return (self.state.value,)
+        reasons = []
         if self.heartbeat_age_s > self._options.rank_timeout_s:
-            return (f"no heartbeat for {self.heartbeat_age_s:.1f} s",)
-        return ()
+            reasons.append(f"no heartbeat for {self.heartbeat_age_s:.1f} s")
+        if self._doubt.is_set():
+            reasons.append("the last forward gave values that are not finite")
+        return tuple(reasons)
 
     @property
     def patches_per_round(self) -> int:
@@ -119,59 +117,62 @@ class Supervisor:
         Raises:
             GroupError: it cannot be kept alive; every unanswered batch has been given an error.
         """
-        deaths: deque[float] = deque()
         context = zmq.asyncio.Context()
         try:
-            for epoch in itertools.count(1):
-                reason = await self._live(context, epoch)
+            while True:
+                self._epoch += 1
+                reason = await self._live(context)
                 if self._stopping.is_set():
                     return
-                now = time.monotonic()
-                deaths.append(now)
-                while now - deaths[0] > self._options.restart_window_s:
-                    deaths.popleft()
-                if len(deaths) > self._options.restart_limit:
-                    raise GroupError(f"the worker group died {len(deaths)} times; the last time: {reason}")
+                if self._ledger.blame(self._epoch):
+                    self._deaths.clear()  # an image explains them, and is not let in again
+                self._count_death(reason)
                 self.state = GroupState.RESTARTING
-                backoff_s = min(2.0 ** (len(deaths) - 1) - 1.0, _LONGEST_BACKOFF_S)
-                log.warning("worker group %d ended: %s; next start in %.0f s", epoch, reason, backoff_s)
+                backoff_s = min(2.0 ** (len(self._deaths) - 1) - 1.0, _LONGEST_BACKOFF_S)
+                log.warning("worker group %d ended: %s; next start in %.0f s", self._epoch, reason, backoff_s)
                 self._metrics.restarts_total.inc()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), backoff_s)
         finally:
             self.state = GroupState.STOPPED
-            for pending in self._pending.values():
-                if not pending.answered.done():
-                    pending.answered.set_exception(_group_is_gone())
+            self._ledger.fail(_group_is_gone())
             context.destroy(linger=0)
 
-    def stop(self) -> None:
-        """Have the group finish what it was sent and end; `run` then returns."""
+    def stop(self, grace_s: float) -> None:
+        """Have the group finish what it was sent and end, within so many seconds; `run` then returns."""
+        self._stop_grace_s = grace_s
         self._stopping.set()
 
-    async def encode(self, images: Sequence[QueuedImage]) -> None:
-        """Have a batch encoded, over as many lives of the group as it takes, and settle every image's `rows`."""
-        message = Encode(batch_id=next(self._batch_ids), images=tuple(_spec(image) for image in images))
-        pending = _Pending(message, images, asyncio.get_running_loop().create_future())
-        self._pending[message.batch_id] = pending
+    async def encode(self, images: Sequence[QueuedImage], deaths: int = 0) -> None:
+        """Have a batch encoded, over as many lives of the group as it takes, and settle every image's `rows`.
+
+        deaths: lives that these images may have ended already.
+        """
+        debt = self._ledger.add(images, deaths)
         try:
             if self.state is GroupState.STOPPED:
                 raise _group_is_gone()
             if self._link is not None:
-                await self._send(self._link, pending)
-            answer = await pending.answered
-            self._observe(answer, time.perf_counter() - pending.sent_at)
+                await self._send_unsent(self._link)
+            answer = await debt.settled
         except ServiceError as error:
             for image in images:
                 if not image.rows.done():
                     image.rows.set_exception(error)
+            return
         finally:
-            del self._pending[message.batch_id]
+            self._ledger.remove(debt)
+        if answer is not None:
+            self._observe(debt, answer)
+            return
+        for image in images:
+            if not image.rows.done():
+                await self.encode([image], deaths=1)
 
-    async def _live(self, context: zmq.asyncio.Context, epoch: int) -> str:
+    async def _live(self, context: zmq.asyncio.Context) -> str:
         """One life of the group, from torchrun's start until nothing is left of it. Returns why it ended."""
-        link = FrontLink(context, self._run_dir, epoch)
-        group = await WorkerGroup.start(self._launch, self._run_dir, epoch)
+        link = FrontLink(context, self._run_dir, self._epoch)
+        group = await WorkerGroup.start(self._launch, self._run_dir, self._epoch)
         exited = asyncio.create_task(group.wait())
         talking = asyncio.create_task(self._talk(link))
         stopping = asyncio.create_task(self._stopping.wait())
@@ -179,7 +180,7 @@ class Supervisor:
             await asyncio.wait({exited, talking, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if stopping.done() and self._link is not None:
                 await self._link.send(Stop())
-                await asyncio.wait({exited}, timeout=_STOP_GRACE_S)
+                await asyncio.wait({exited}, timeout=self._stop_grace_s)
             if not exited.done():
                 return talking.result() if talking.done() else "told to stop"
             failure = group.failure()
@@ -191,11 +192,18 @@ class Supervisor:
             return reason
         finally:
             self._link = None
-            self._metrics.ready.set(0)
             for task in (exited, talking, stopping):
                 task.cancel()
             await group.kill()
             link.close()
+
+    def _count_death(self, reason: str) -> None:
+        now = time.monotonic()
+        self._deaths.append(now)
+        while now - self._deaths[0] > self._options.restart_window_s:
+            self._deaths.popleft()
+        if len(self._deaths) > self._options.restart_limit:
+            raise GroupError(f"the worker group died {len(self._deaths)} times; the last time: {reason}")
 
     async def _talk(self, link: FrontLink) -> str:
         """Hear the hello, then receive and watch until one of them finds a reason to end this life."""
@@ -203,96 +211,85 @@ class Supervisor:
             async with asyncio.timeout(self._options.startup_timeout_s):
                 hello, _ = await link.receive()
         except TimeoutError:
-            raise GroupError(f"not ready within {self._options.startup_timeout_s:g} s") from None
+            reason = f"not ready within {self._options.startup_timeout_s:g} s"
+            if self.hello is None:
+                raise GroupError(reason) from None
+            return reason
         if not isinstance(hello, Hello):
             return "rank 0 spoke before its hello"
         await self._welcome(link, hello)
-        receiving = asyncio.create_task(self._receive(link))
-        watching = asyncio.create_task(self._watch(link))
+        tasks = {asyncio.create_task(part(link)) for part in (self._receive, self._watch, self._reassure)}
         try:
-            done, _ = await asyncio.wait({receiving, watching}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
         finally:
-            receiving.cancel()
-            watching.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def _welcome(self, link: FrontLink, hello: Hello) -> None:
+        link.hide()
         self.hello = hello
-        self._pong_at = time.monotonic()
+        self._pong, self._pong_at = Pong(nonce=0, silent_s=()), time.monotonic()
+        self._doubt.clear()
+        await self._send_unsent(link)
         self._link = link
         self.state = GroupState.READY
-        self._metrics.ready.set(1)
-        log.info(
-            "worker group %d ready: %d rank(s), %s, %s", hello.epoch, len(hello.ranks), hello.dtype, hello.attention
-        )
-        for pending in list(self._pending.values()):
-            await self._send(link, pending)
+        ranks = ", ".join(f"{info.rank} on {info.device}" for info in hello.ranks)
+        log.info("worker group %d ready: rank %s; %s, %s", hello.epoch, ranks, hello.dtype, hello.attention)
 
-    async def _send(self, link: FrontLink, pending: _Pending) -> None:
-        pending.sent_at = time.perf_counter()
-        await link.send(pending.message, [image.canvas.pixels.data for image in pending.images])
+    async def _send_unsent(self, link: FrontLink) -> None:
+        """Send what this life of the group was not sent, in order. Nothing is awaited after the last."""
+        while debt := self._ledger.first_unsent(self._epoch):
+            await link.send(debt.message, debt.buffers)
 
     async def _receive(self, link: FrontLink) -> str:
-        while True:
-            message, buffers = await link.receive()
-            match message:
-                case Pong():
-                    self._pong = message
-                    self._pong_at = time.monotonic()
-                case Encoded():
-                    try:
-                        self._deliver(message, buffers)
-                    except ProtocolError as error:
-                        return str(error)
-                case Hello():
-                    return "rank 0 said hello twice"
+        try:
+            while True:
+                message, buffers = await link.receive()
+                match message:
+                    case Pong():
+                        self._pong, self._pong_at = message, time.monotonic()
+                    case Encoded():
+                        if not self._ledger.deliver(message, buffers):
+                            self._doubt.set()
+                    case Hello():
+                        raise ProtocolError("rank 0 said hello twice")
+        except (ProtocolError, msgspec.DecodeError) as error:
+            return f"rank 0 is not understood: {error}"
 
     async def _watch(self, link: FrontLink) -> str:
+        """Ping until the group is found silent twice in a row: once is also what a paused front end finds on waking."""
         interval_s = self._options.rank_timeout_s / _PINGS_PER_TIMEOUT
+        times_silent = 0
         for nonce in itertools.count(1):
             await link.send(Ping(nonce))
             await asyncio.sleep(interval_s)
-            if self.heartbeat_age_s > self._options.rank_timeout_s:
-                return f"no heartbeat for {self.heartbeat_age_s:.1f} s (silent per rank: {self._pong.silent_s})"
-        raise AssertionError("itertools.count does not end")
+            times_silent = times_silent + 1 if self.heartbeat_age_s > self._options.rank_timeout_s else 0
+            if times_silent == 2:
+                break
+        return f"no heartbeat for {self.heartbeat_age_s:.1f} s"
 
-    def _deliver(self, answer: Encoded, buffers: Sequence[memoryview]) -> None:
-        pending = self._pending.get(answer.batch_id)
-        if pending is None or pending.answered.done():
-            return  # its waiters are gone, or an earlier life had answered already
-        for image, spec, buffer in zip(pending.images, answer.images, buffers, strict=True):
-            rows = _checked_rows(image, spec, buffer)
-            if image.rows.done():
-                continue
-            if rows is None:
-                image.rows.set_exception(ServiceError("non_finite", "the image's rows are not finite numbers"))
-            else:
-                image.rows.set_result(rows)
-        pending.answered.set_result(answer)
+    async def _reassure(self, link: FrontLink) -> str:
+        """After rows that are not finite, try an image that cannot be the reason: if it fails too, the group is ill."""
+        side = self._config.patch_size * self._config.merge_ratio
+        planned = plan(self._config, side, side)
+        width, height = planned.resized
+        while True:
+            await self._doubt.wait()
+            canvas = Canvas(np.zeros((height, width, 3), np.uint8), planned)
+            plain = QueuedImage(canvas, "", "rows", "float32", asyncio.get_running_loop().create_future())
+            await self.encode([plain])
+            if plain.rows.exception() is not None:
+                return "a plain image's rows are not finite either"
+            self._doubt.clear()
 
-    def _observe(self, answer: Encoded, round_trip_s: float) -> None:
+    def _observe(self, debt: Debt, answer: Encoded) -> None:
+        round_trip_s = time.perf_counter() - debt.sent_at
         stage = self._metrics.stage_seconds
         stage.labels("encode").observe(answer.encode_s)
         stage.labels("gather").observe(answer.gather_s)
         stage.labels("link").observe(max(0.0, round_trip_s - answer.wait_s - answer.encode_s - answer.gather_s))
         self._metrics.observe_loads(answer.rank_patches)
-
-
-def _spec(image: QueuedImage) -> ImageSpec:
-    height, width, _ = image.canvas.pixels.shape
-    return ImageSpec(height=height, width=width, layout=image.layout, dtype=image.dtype)
-
-
-def _checked_rows(image: QueuedImage, spec: RowsSpec, buffer: memoryview) -> ImageRows | None:
-    """An image's rows off the wire, or None where they are not finite. One row too many takes an LLM engine down."""
-    expected = num_layout_rows(image.layout, image.canvas.plan.llm_grid)
-    if spec.num_rows != expected:
-        raise ProtocolError(f"rank 0 sent {spec.num_rows} rows for an image of {expected}")
-    if not spec.finite:
-        return None
-    if buffer.nbytes != spec.num_rows * spec.width * DTYPE_BYTES[image.dtype]:
-        raise ProtocolError(f"rank 0 sent {buffer.nbytes} bytes for {spec.num_rows} x {spec.width} {image.dtype}")
-    return ImageRows(spec.num_rows, spec.width, buffer)
 
 
 def _group_is_gone() -> ServiceError:

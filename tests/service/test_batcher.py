@@ -66,7 +66,7 @@ def test_a_free_slot_takes_at_once_and_a_busy_group_lets_the_next_batch_form() -
         running = asyncio.create_task(batcher.run())
         waiting = []
         for _ in range(8):
-            waiting.append(asyncio.create_task(batcher.submit(canvas(), "rows", "bfloat16")))
+            waiting.append(asyncio.create_task(batcher.submit(canvas(), "digest", "rows", "bfloat16")))
             await asyncio.sleep(0.001)
         assert [len(batch) for batch in recorder.batches] == [1, 1]
         assert metrics.registry.get_sample_value("patchgrid_queue_images") == 6
@@ -86,7 +86,7 @@ def test_a_cancelled_wait_leaves_the_queue_before_it_costs_anything() -> None:
         running = asyncio.create_task(batcher.run())
         waiting = []
         for _ in range(4):
-            waiting.append(asyncio.create_task(batcher.submit(canvas(), "rows", "bfloat16")))
+            waiting.append(asyncio.create_task(batcher.submit(canvas(), "digest", "rows", "bfloat16")))
             await asyncio.sleep(0.001)
         waiting[2].cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -108,10 +108,10 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
         running = asyncio.create_task(batcher.run())
         waiting = []
         for _ in range(4):
-            waiting.append(asyncio.create_task(batcher.submit(canvas(), "rows", "bfloat16")))
+            waiting.append(asyncio.create_task(batcher.submit(canvas(), "digest", "rows", "bfloat16")))
             await asyncio.sleep(0.001)
         with pytest.raises(ServiceError) as refused:
-            await batcher.submit(canvas(), "rows", "bfloat16")
+            await batcher.submit(canvas(), "digest", "rows", "bfloat16")
         assert refused.value.code == "queue_full"
         assert refused.value.retry_after_s is not None
         recorder.open.set()
@@ -129,7 +129,7 @@ def test_an_unexpected_failure_of_a_batch_reaches_its_waiters_and_the_owner() ->
         batcher = Batcher(broken, Metrics(), budget_patches=lambda: 1, slots=1, limit_queue_patches=10**6)
         running = asyncio.create_task(batcher.run())
         with pytest.raises(ServiceError) as failed:
-            await batcher.submit(canvas(), "rows", "bfloat16")
+            await batcher.submit(canvas(), "digest", "rows", "bfloat16")
         assert failed.value.code == "internal"
         with pytest.raises(ExceptionGroup):
             await running

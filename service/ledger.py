@@ -1,0 +1,146 @@
+"""What was handed to the worker group and not answered: its debts, in the order in which they were sent.
+
+Rank 0 encodes in that order, so when the group dies, the first debt is the one that it died of, if it died of any. A
+batch that did so twice is taken apart; an image that did so by itself is refused from then on, and its mates get rows.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distributed.messages import DTYPE_BYTES, Encode, Encoded, ImageSpec, ProtocolError, RowsSpec
+from encoder.layout import num_layout_rows
+from service.batcher import ImageRows, QueuedImage
+from service.errors import ServiceError
+from service.metrics import Metrics
+from service.quarantine import Quarantine
+
+log = logging.getLogger("patchgrid.ledger")
+
+_DEATHS_TO_ACT_ON = 2
+
+
+@dataclass(slots=True, eq=False)
+class Debt:
+    """A batch that the group owes.
+
+    message, images: the same images, for the wire and with their waiters.
+    settled: the answer, or None if the batch has to be taken apart or nobody waits for it any more.
+    deaths: lives of the group that ended on it. epoch, sent_at: the life it was last sent to, and when.
+    """
+
+    message: Encode
+    images: Sequence[QueuedImage]
+    settled: "asyncio.Future[Encoded | None]"
+    deaths: int
+    epoch: int = 0
+    sent_at: float = 0.0
+
+    @property
+    def buffers(self) -> list[memoryview]:
+        """The pixels, one buffer per image."""
+        return [image.canvas.pixels.data for image in self.images]
+
+
+class Ledger:
+    """The debts of one front end's group."""
+
+    def __init__(self, quarantine: Quarantine, metrics: Metrics) -> None:
+        self._quarantine = quarantine
+        self._metrics = metrics
+        self._batch_ids = itertools.count(1)
+        self._debts: dict[int, Debt] = {}
+
+    def add(self, images: Sequence[QueuedImage], deaths: int) -> Debt:
+        """Owe these images."""
+        message = Encode(batch_id=next(self._batch_ids), images=tuple(_spec(image) for image in images))
+        debt = Debt(message, images, asyncio.get_running_loop().create_future(), deaths)
+        self._debts[message.batch_id] = debt
+        return debt
+
+    def remove(self, debt: Debt) -> None:
+        """Owe it no longer."""
+        del self._debts[debt.message.batch_id]
+
+    def first_unsent(self, epoch: int) -> Debt | None:
+        """The first debt not sent to this life of the group, marked as sent now; those without waiters are settled."""
+        for debt in self._debts.values():
+            if debt.epoch == epoch or debt.settled.done():
+                continue
+            if all(image.rows.done() for image in debt.images):
+                debt.settled.set_result(None)
+                continue
+            debt.epoch, debt.sent_at = epoch, time.perf_counter()
+            return debt
+        return None
+
+    def deliver(self, answer: Encoded, buffers: Sequence[memoryview]) -> bool:
+        """Settle a debt and the images' waiters. Returns whether all rows were finite.
+
+        Raises:
+            ProtocolError: the answer is not one to the question.
+        """
+        debt = self._debts.get(answer.batch_id)
+        if debt is None or debt.settled.done():
+            raise ProtocolError(f"rank 0 answered batch {answer.batch_id}, which is not owed")
+        for image, spec, buffer in zip(debt.images, answer.images, buffers, strict=True):
+            rows = _checked_rows(image, spec, buffer)
+            if rows is None:
+                self._metrics.images_not_finite_total.inc()
+            if image.rows.done():
+                continue  # its waiter is gone: the rows are dropped
+            if rows is None:
+                image.rows.set_exception(ServiceError("non_finite", "the image's rows are not finite numbers"))
+            else:
+                image.rows.set_result(rows)
+        debt.settled.set_result(answer)
+        return all(spec.finite for spec in answer.images)
+
+    def blame(self, epoch: int) -> bool:
+        """The group's life ended: charge the batch that it was at. Returns whether an image was found guilty."""
+        debt = next((debt for debt in self._debts.values() if debt.epoch == epoch and not debt.settled.done()), None)
+        if debt is None:
+            return False
+        debt.deaths += 1
+        if debt.deaths < _DEATHS_TO_ACT_ON:
+            return False
+        if len(debt.images) > 1:
+            log.warning("a batch of %d images ended the group twice: they go alone now", len(debt.images))
+            debt.settled.set_result(None)
+            return False
+        self._quarantine.add(debt.images[0].digest)
+        self._metrics.images_quarantined_total.inc()
+        log.error("an image crashes the ranks and is refused from now on: %s", debt.images[0].digest)
+        debt.settled.set_exception(image_crashed_encoder())
+        return True
+
+    def fail(self, error: ServiceError) -> None:
+        """Nothing of this will ever be paid."""
+        for debt in self._debts.values():
+            if not debt.settled.done():
+                debt.settled.set_exception(error)
+
+
+def image_crashed_encoder() -> ServiceError:
+    """What an image in quarantine gets."""
+    return ServiceError("image_crashed_encoder", "this image crashes the encoder and is refused for a while")
+
+
+def _spec(image: QueuedImage) -> ImageSpec:
+    height, width, _ = image.canvas.pixels.shape
+    return ImageSpec(height=height, width=width, layout=image.layout, dtype=image.dtype)
+
+
+def _checked_rows(image: QueuedImage, spec: RowsSpec, buffer: memoryview) -> ImageRows | None:
+    """An image's rows off the wire, or None where they are not finite. One row too many takes an LLM engine down."""
+    expected = num_layout_rows(image.layout, image.canvas.plan.llm_grid)
+    if spec.num_rows != expected:
+        raise ProtocolError(f"rank 0 sent {spec.num_rows} rows for an image of {expected}")
+    if not spec.finite:
+        return None
+    if buffer.nbytes != spec.num_rows * spec.width * DTYPE_BYTES[image.dtype]:
+        raise ProtocolError(f"rank 0 sent {buffer.nbytes} bytes for {spec.num_rows} x {spec.width} {image.dtype}")
+    return ImageRows(spec.num_rows, spec.width, buffer)
