@@ -1,4 +1,4 @@
-"""A request's body to the images in it: JSON, multipart or one raw image.
+"""A request's body to the images in it: JSON, multipart or one raw image; in JSON, perhaps by URL.
 
 Invariant: bytes are counted as they arrive, whatever Content-Length says; nothing is parsed on the event loop; and what
 cannot be read is refused with the image's index, in words that hold nothing of the input. Junk is never skipped.
@@ -8,7 +8,7 @@ import asyncio
 import binascii
 import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, get_args
 
@@ -21,7 +21,9 @@ from encoder.geometry import MAX_SIDE
 from encoder.layout import LAYOUTS, Layout
 from service.decode import DecodePool
 from service.errors import ServiceError
+from service.fetch import Fetcher
 from service.multipart import split_form
+from service.patience import while_awaited
 from service.schemas import (
     JSON,
     MAX_CLIENT_ID_CHARS,
@@ -44,6 +46,7 @@ _OPTIONS = EmbedOptions.__struct_fields__
 _SPACES = " \t\r\n\f"
 _TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 _WEB_URL = re.compile("https?://", re.IGNORECASE)
+_ANY_URL = re.compile("[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _ERROR_PATH = re.compile(r" - at `\$\.(\w+)(?:\[(\d+)\])?(?:\[\d+\])?(?:\.(\w+))?`$")
 
 # What a field must be, for those who sent something else.
@@ -71,11 +74,22 @@ class EmbedJob:
     encoding_format: EncodingFormat
 
 
-async def read_embed(request: Request, settings: Settings, pool: DecodePool) -> EmbedJob:
+async def read_embed(
+    request: Request,
+    settings: Settings,
+    pool: DecodePool,
+    fetcher: Fetcher | None = None,
+    claim: Callable[[int], None] = lambda num_bytes: None,
+) -> EmbedJob:
     """Read the body of POST /embed, of whichever kind its Content-Type names.
 
+    Args:
+        fetcher: fetches images that JSON names by URL; without it they are refused.
+        claim: told of bytes that were fetched, as they arrive; it may raise to refuse them.
+
     Raises:
-        ServiceError: the body or an image is too large, too many or malformed, or the upload takes too long.
+        ServiceError: the body or an image is too large, too many or malformed, or the upload takes too long; or an
+            image is not to be had by its URL.
         ClientDisconnect: the client left before the end.
     """
     kind, parameters = parse_options_header(request.headers.get("content-type"))
@@ -92,9 +106,11 @@ async def read_embed(request: Request, settings: Settings, pool: DecodePool) -> 
     body = await _read_body(request, settings.limit_body_bytes, settings.request_timeout_s)
     if is_raw:
         return _job([body], _options(query), settings)
-    if media_type == JSON:
-        return await pool.run(_parse_json, body, settings)
-    return await pool.run(_parse_form, body, parameters.get(b"boundary", b""), settings)
+    if media_type == MULTIPART:
+        return await pool.run(_parse_form, body, parameters.get(b"boundary", b""), settings)
+    images, client_ids, options = await pool.run(_parse_json, body, settings, fetcher is not None)
+    del body  # it may be large, and to fetch takes its time
+    return _job(await _fetch(images, request, fetcher, claim), options, settings, client_ids)
 
 
 async def read_plan(request: Request, settings: Settings, pool: DecodePool) -> PlanRequest:
@@ -111,8 +127,7 @@ def decode_base64(text: str) -> bytes:
     Raises:
         ValueError: anything else. Nothing is skipped but white space.
     """
-    text = text.rstrip(_SPACES)
-    letters = text.rstrip("=")
+    letters = text.rstrip("=" + _SPACES)
     if "=" in letters:
         raise ValueError("padding before the end")
     pieces, rest = [], b""
@@ -123,7 +138,7 @@ def decode_base64(text: str) -> bytes:
         pieces.append(binascii.a2b_base64(rest[:whole], strict_mode=True))
         rest = rest[whole:]
     padding = b"=" * (-len(rest) % 4)
-    if len(text) - len(letters) not in (0, len(padding)):
+    if text.count("=", len(letters)) not in (0, len(padding)):
         raise ValueError("wrong padding")
     pieces.append(binascii.a2b_base64(rest + padding, strict_mode=True))
     return b"".join(pieces)
@@ -146,19 +161,23 @@ async def _read_body(request: Request, limit_bytes: int, timeout_s: float) -> by
     return body.getvalue()
 
 
-def _parse_json(body: bytes, settings: Settings) -> EmbedJob:
+def _parse_json(
+    body: bytes, settings: Settings, fetches: bool
+) -> tuple[list[bytes | str], list[str | None], EmbedOptions]:
+    """The images, or the URLs where they are; their client ids; and the options."""
     request = _decode_json(body, EmbedRequest)
     _check_count(len(request.images), settings)
     texts = [image if isinstance(image, str) else image.image for image in request.images]
     client_ids = [None if isinstance(image, str) else image.id for image in request.images]
-    return _job([_image_bytes(text, index) for index, text in enumerate(texts)], request, settings, client_ids)
+    options = EmbedOptions(layout=request.layout, dtype=request.dtype, encoding_format=request.encoding_format)
+    return [_image(text, index, fetches) for index, text in enumerate(texts)], client_ids, options
 
 
-def _image_bytes(text: str, index: int) -> bytes:
-    """The bytes of an image that came as a string."""
+def _image(text: str, index: int, fetches: bool) -> bytes | str:
+    """The bytes of an image that came as a string, or the string if it is a URL."""
     text = text.lstrip(_SPACES)
-    if _WEB_URL.match(text):
-        raise ServiceError("fetch_disabled", "this service fetches no URLs: send the image itself", index=index)
+    if (_ANY_URL if fetches else _WEB_URL).match(text):
+        return text.rstrip(_SPACES)
     if text[:5].lower() == "data:":
         head, _, text = text.partition(",")
         if not (text and head.rstrip(_SPACES).lower().endswith(";base64")):
@@ -167,6 +186,19 @@ def _image_bytes(text: str, index: int) -> bytes:
         return decode_base64(text)
     except ValueError:
         raise ServiceError("invalid_request", "the image is neither a data URL nor base64", index=index) from None
+
+
+async def _fetch(
+    images: Sequence[bytes | str], request: Request, fetcher: Fetcher | None, claim: Callable[[int], None]
+) -> Sequence[bytes]:
+    if fetcher is not None:
+        return await while_awaited(request, fetcher.fetch_all(images, claim))
+    found = []
+    for index, image in enumerate(images):
+        if isinstance(image, str):
+            raise ServiceError("fetch_disabled", "this service fetches no URLs: send the image itself", index=index)
+        found.append(image)
+    return found
 
 
 def _parse_form(body: bytes, boundary: bytes, settings: Settings) -> EmbedJob:

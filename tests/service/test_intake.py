@@ -1,5 +1,6 @@
 import asyncio
 import base64
+import ipaddress
 import itertools
 import json
 import socket
@@ -18,6 +19,7 @@ from starlette.types import Message
 from encoder.config import DEEPSEEK_V4
 from service.decode import DecodePool
 from service.errors import install_error_handling
+from service.fetch import Fetcher
 from service.intake import decode_base64, read_embed, read_plan
 from service.metrics import Metrics
 from service.settings import Settings
@@ -35,14 +37,14 @@ IMAGE = bytes(range(256)) + b"\xfb\xff"  # base64 of it has both + and /
 PLAIN = base64.b64encode(IMAGE).decode()
 
 
-def app_that_reads(pool: DecodePool, settings: Settings = SETTINGS) -> FastAPI:
+def app_that_reads(pool: DecodePool, settings: Settings = SETTINGS, fetcher: Fetcher | None = None) -> FastAPI:
     """Tells what it was sent."""
     app = FastAPI()
     install_error_handling(app)
 
     @app.post("/embed")
     async def embed(request: Request) -> dict[str, Any]:
-        job = await read_embed(request, settings, pool)
+        job = await read_embed(request, settings, pool, fetcher)
         return {
             "images": [bytes(image).hex() for image in job.images],
             "client_ids": job.client_ids,
@@ -160,6 +162,7 @@ def test_options_in_the_query_of_another_body_are_refused_rather_than_ignored(po
         PLAIN.replace("+", "-").replace("/", "_").rstrip("="),
         "\r\n".join(PLAIN[start : start + 76] for start in range(0, len(PLAIN), 76)) + "\n",
         "\t " + " ".join(PLAIN),
+        PLAIN.replace("=", "\n="),
         f"data:image/png;base64,{PLAIN}",
         f"data:;base64,{PLAIN}",
         f"DATA:Image/PNG;Charset=UTF-8;BASE64,{PLAIN}",
@@ -221,6 +224,102 @@ def test_base64_longer_than_a_slice_is_read_whole() -> None:
 @pytest.mark.parametrize("url", ["http://169.254.169.254/", "HTTPS://example.org/a.png", " http://[::1]/"])
 def test_urls_are_not_fetched(post: Post, url: str) -> None:
     assert error_of(post(json={"images": [PLAIN, url]})) == ("fetch_disabled", 1)
+
+
+# URLs that are fetched
+
+
+@pytest.fixture
+def post_to_fetcher(pool: DecodePool) -> Post:
+    """Posts JSON to a service that fetches from a.test, which is on this machine: `{}` in a URL is its port."""
+    requests = itertools.count()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = b"fetched %d" % next(requests)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        writer.close()
+
+    def send(images: list[Any]) -> httpx.Response:
+        async def run() -> httpx.Response:
+            async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+                port = server.sockets[0].getsockname()[1]
+                settings = SETTINGS.model_copy(update={"fetch_hosts": f"a.test:{port}"})
+                address = ipaddress.ip_address("127.0.0.1")
+                fetcher = Fetcher(settings, is_allowed_address=lambda found: True, resolve=lambda name: (address,))
+                app = app_that_reads(pool, settings, fetcher)
+                body = json.dumps({"images": images}).replace("{}", str(port))
+                async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+                    return await client.post("/embed", content=body, headers={"content-type": "application/json"})
+
+        return asyncio.run(run())
+
+    return send
+
+
+def test_urls_are_fetched_in_their_places(post_to_fetcher: Post) -> None:
+    url = " HTTP://a.test:{}/x.png\n"
+    response = post_to_fetcher([PLAIN, url, {"image": f"data:;base64,{PLAIN}", "id": "b"}, {"image": url, "id": "c"}])
+    assert images_of(response) == [IMAGE, b"fetched 0", IMAGE, b"fetched 0"]
+    assert response.json()["client_ids"] == [None, None, "b", "c"]
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://a.test/", "http://b.test:{}/", "http://127.0.0.1:{}/"])
+def test_a_url_that_may_not_be_fetched_is_refused_with_its_index(post_to_fetcher: Post, url: str) -> None:
+    response = post_to_fetcher([PLAIN, "http://a.test:{}/", url])
+    assert response.status_code == 400
+    assert error_of(response) == ("fetch_forbidden", 2)
+    assert "test" not in response.text
+    assert "passwd" not in response.text
+
+
+@pytest.mark.parametrize("text", ["file:/etc/passwd", "/etc/passwd.", "a.test", "not base64!"])
+def test_what_is_no_url_stays_junk_where_urls_are_fetched(post_to_fetcher: Post, text: str) -> None:
+    assert error_of(post_to_fetcher([PLAIN, text])) == ("invalid_request", 1)
+
+
+def test_nothing_is_fetched_for_a_client_that_has_left(pool: DecodePool) -> None:
+    state: dict[str, Any] = {}
+
+    async def ask() -> None:
+        asked, left = asyncio.Event(), asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.set()
+            await reader.read()  # until the other end hangs up
+            writer.close()
+            left.set()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            hosts = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            settings = SETTINGS.model_copy(update={"fetch_hosts": hosts, "fetch_timeout_s": 60.0})
+            body = json.dumps({"images": [f"http://{hosts}/"]}).encode()
+            messages: list[Message] = [{"type": "http.request", "body": body}]
+
+            async def receive() -> Message:
+                if messages:
+                    return messages.pop()
+                await asked.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Message) -> None:
+                raise AssertionError("nobody is there to be answered")
+
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": "/embed",
+                "query_string": b"",
+                "headers": [(b"content-type", b"application/json")],
+                "state": state,
+            }
+            fetcher = Fetcher(settings, is_allowed_address=lambda found: True)
+            async with asyncio.timeout(10):
+                await app_that_reads(pool, settings, fetcher)(scope, receive, send)
+                await left.wait()
+
+    asyncio.run(ask())
+    assert state["outcome"] == "disconnected"
 
 
 # Malformed JSON
