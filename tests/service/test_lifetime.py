@@ -34,7 +34,7 @@ def gone(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def server(start_server: Callable[..., Server]) -> Server:
-    return start_server("--nproc-per-node=2", "--rank-timeout-s=3").wait_ready()
+    return start_server("--nproc-per-node=2", "--rank-timeout-s=3", "--decode-processes=1").wait_ready()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -57,7 +57,7 @@ def test_a_stopped_rank_is_noticed_and_replaced(server: Server, image: bytes) ->
 def test_sigterm_ends_everything_with_code_zero(server: Server, image: bytes) -> None:
     assert embed(server, image) == 200
     tree = psutil.Process(server.process.pid).children(recursive=True)
-    assert len(tree) == 3  # torchrun and two ranks, and nothing of the groups before
+    assert len(tree) == 4  # a decoder, torchrun and two ranks, and nothing of the groups before
     assert server.end(signal.SIGTERM) == 0
     assert all(gone(child.pid) for child in tree)
 
