@@ -72,33 +72,30 @@ class Exchange:
         dist.broadcast(header, src=0)
         return unpack_command(header.numpy().tobytes())
 
-    def scatter_pixels(
-        self, images: Sequence[ImageSpec], shares: Shares, canvases: Sequence[Tensor] | None
-    ) -> list[Tensor]:
-        """Bring every rank the canvases of its own images.
+    def send_pixels(self, shares: Shares, canvases: Sequence[Tensor]) -> list[dist.Work]:
+        """Rank 0: start to send the other ranks the canvases of their images.
 
         Args:
-            images: the whole batch.
             shares: which images go to which rank.
-            canvases: on rank 0 all canvases of the batch, uint8 (H, W, 3) on the CPU; elsewhere None.
-
-        Returns:
-            This rank's canvases, uint8 (H, W, 3) on the CPU, in the order of its share.
+            canvases: all of the batch's, uint8 (H, W, 3) on the CPU; they must stay until `wait_for` returns.
         """
-        if canvases is not None:
-            sends = [
-                dist.isend(canvases[index], dst=rank, tag=index)
-                for rank, share in enumerate(shares)
-                if rank != self.rank
-                for index in share
-            ]
-            _wait(sends)
-            return [canvases[index] for index in shares[self.rank]]
-        mine = [
-            torch.empty(images[index].height, images[index].width, 3, dtype=torch.uint8) for index in shares[self.rank]
+        return [
+            _started(dist.isend(canvases[index], dst=rank, tag=index))
+            for rank, share in enumerate(shares)
+            if rank != self.rank
+            for index in share
         ]
-        _wait([dist.irecv(mine[i], src=0, tag=index) for i, index in enumerate(shares[self.rank])])
+
+    def receive_pixels(self, images: Sequence[ImageSpec], share: Sequence[int]) -> list[Tensor]:
+        """Every other rank: its canvases, uint8 (H, W, 3) on the CPU, in the order of its share of the batch."""
+        mine = [torch.empty(images[index].height, images[index].width, 3, dtype=torch.uint8) for index in share]
+        self.wait_for([_started(dist.irecv(mine[i], src=0, tag=index)) for i, index in enumerate(share)])
         return mine
+
+    def wait_for(self, works: Sequence[dist.Work]) -> None:
+        """Wait until these are done."""
+        for work in works:
+            work.wait()
 
     def all_agree(self, agree: bool) -> bool:
         """Whether every rank says so. Tells a rank that it must do again what a peer could not finish."""
@@ -108,28 +105,29 @@ class Exchange:
         dist.all_reduce(votes, op=dist.ReduceOp.MIN)
         return bool(votes)
 
-    def gather_rows(self, rows_ND: Tensor, rank_rows: Sequence[int]) -> Tensor:
-        """Exchange all ranks' rows in one padded all-gather.
+    def gather_buffer(self, rows_ND: Tensor, rank_rows: Sequence[int]) -> Tensor:
+        """Room for all ranks' rows, (R, M, D), with this rank's in their place and zeros behind them.
 
         Args:
             rows_ND: this rank's rows, all its images one after the other; N may be 0.
             rank_rows: rows of every rank, as the batch header gives them.
-
-        Returns:
-            (R, M, D) with each rank's rows first and zeros behind them.
         """
         num_rows, width = rows_ND.shape
         assert num_rows == rank_rows[self.rank], "the tower's rows are those that the plan counted"
         if self.num_ranks == 1:
             return rows_ND.unsqueeze(0)
-        most = max(rank_rows)
-        padded_MD = rows_ND
-        if num_rows < most:
-            padded_MD = rows_ND.new_zeros(most, width)
-            padded_MD[:num_rows] = rows_ND
-        gathered_RMD = rows_ND.new_empty(self.num_ranks, most, width)
-        _all_gather(gathered_RMD.view(-1, width), padded_MD.contiguous())
+        gathered_RMD = rows_ND.new_empty(self.num_ranks, max(rank_rows), width)
+        mine_MD = gathered_RMD[self.rank]
+        mine_MD[:num_rows] = rows_ND
+        mine_MD[num_rows:] = 0
         return gathered_RMD
+
+    def gather_rows(self, gathered_RMD: Tensor) -> None:
+        """Fill the other ranks' places by one padded all-gather, and wait for it."""
+        if self.num_ranks > 1:
+            _all_gather(gathered_RMD.flatten(0, 1), gathered_RMD[self.rank])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def _all_gather(gathered: Tensor, mine: Tensor) -> None:
@@ -138,7 +136,6 @@ def _all_gather(gathered: Tensor, mine: Tensor) -> None:
     gather(gathered, mine)
 
 
-def _wait(works: Sequence[dist.Work | None]) -> None:
-    for work in works:
-        assert work is not None, "this rank is part of the group"
-        work.wait()
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is part of the group"
+    return work

@@ -19,8 +19,8 @@ import torch.distributed as dist
 class Heartbeat:
     """Starts counting when made, on every rank; `stop` ends it."""
 
-    def __init__(self, rank: int, num_ranks: int, epoch: int, *, interval_s: float, stall_timeout_s: float) -> None:
-        self._keys = [f"patchgrid/{epoch}/heartbeat/{peer}" for peer in range(num_ranks)]
+    def __init__(self, rank: int, num_ranks: int, *, interval_s: float, stall_timeout_s: float) -> None:
+        self._keys = [f"patchgrid/heartbeat/{peer}" for peer in range(num_ranks)]
         self._rank = rank
         self._interval_s = interval_s
         self._stall_timeout_s = stall_timeout_s

@@ -6,6 +6,7 @@ end's environment is passed on, with the cores divided among the ranks.
 
 import asyncio
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,42 +23,43 @@ class LaunchOptions:
 
     model: str
     nproc_per_node: int
-    nnodes: str = "1"
-    rdzv_endpoint: str = ""
-    device: str = "auto"
-    dtype: str = "auto"
-    attention: str = "auto"
-    max_patches_per_forward: int | None = None
-    collective_timeout_s: float = 600.0
-    stall_timeout_s: float = 120.0
-    worker_module: str = "distributed.worker"
+    nnodes: int
+    rdzv_endpoint: str
+    device: str
+    dtype: str
+    attention: str
+    max_patches_per_forward: int | None
+    collective_timeout_s: float
+    stall_timeout_s: float
+    worker_module: str
 
     def torchrun_args(self, run_dir: Path, epoch: int) -> list[str]:
         """The command line of torchrun, ours being the first host where there are several."""
-        if self.nnodes == "1":
-            rendezvous = ["--standalone"]
-        else:
-            endpoint = f"--rdzv-endpoint={self.rdzv_endpoint}"
-            rendezvous = [f"--nnodes={self.nnodes}", "--node-rank=0", "--rdzv-backend=static", endpoint]
-        worker = [
+        rendezvous = ["--standalone"] if self.nnodes == 1 else self._meeting(node_rank="0")
+        return [*rendezvous, *self._ranks(), f"--epoch={epoch}", f"--run-dir={run_dir}"]
+
+    def other_host_command(self) -> str:
+        """What to run on each other host, in a loop that starts it again when it ends; NODE_RANK counts them from 1."""
+        return shlex.join(["torchrun", *self._meeting(node_rank="NODE_RANK"), *self._ranks()])
+
+    def _meeting(self, node_rank: str) -> list[str]:
+        endpoint = f"--rdzv-endpoint={self.rdzv_endpoint}"
+        return [f"--nnodes={self.nnodes}", f"--node-rank={node_rank}", "--rdzv-backend=static", endpoint]
+
+    def _ranks(self) -> list[str]:
+        limit = self.max_patches_per_forward
+        return [
+            f"--nproc-per-node={self.nproc_per_node}",
+            "--max-restarts=0",
+            "-m",
+            self.worker_module,
             f"--model={self.model}",
             f"--device={self.device}",
             f"--dtype={self.dtype}",
             f"--attention={self.attention}",
             f"--collective-timeout-s={self.collective_timeout_s}",
             f"--stall-timeout-s={self.stall_timeout_s}",
-            f"--epoch={epoch}",
-            f"--run-dir={run_dir}",
-        ]
-        if self.max_patches_per_forward is not None:
-            worker.append(f"--max-patches-per-forward={self.max_patches_per_forward}")
-        return [
-            *rendezvous,
-            f"--nproc-per-node={self.nproc_per_node}",
-            "--max-restarts=0",
-            "-m",
-            self.worker_module,
-            *worker,
+            *([f"--max-patches-per-forward={limit}"] if limit is not None else []),
         ]
 
 
@@ -72,7 +74,10 @@ class WorkerGroup:
     @classmethod
     async def start(cls, options: LaunchOptions, run_dir: Path, epoch: int) -> "WorkerGroup":
         """Start torchrun. It runs on its own from here; rank 0 will knock at the link."""
-        environment = dict(os.environ, PYTHONSAFEPATH="1", TORCH_CPP_LOG_LEVEL="ERROR")
+        # Our own settings stay here: the ranks need none, and some are secret. torchrun and torch leave folders behind
+        # in TMPDIR, which go with the run folder.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PATCHGRID_")}
+        environment |= {"PYTHONSAFEPATH": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TMPDIR": str(run_dir)}
         cores = len(os.sched_getaffinity(0))
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc_per_node)))
         process = await asyncio.create_subprocess_exec(
@@ -86,11 +91,6 @@ class WorkerGroup:
             start_new_session=True,  # a terminal's Ctrl-C is the front end's to handle
         )
         return cls(process, run_dir, epoch)
-
-    @property
-    def pid(self) -> int:
-        """torchrun's process id."""
-        return self._process.pid
 
     async def wait(self) -> int:
         """Wait until torchrun has ended and give its exit code, negative for a signal."""

@@ -51,9 +51,16 @@ class FrontLink:
             self._socket.close(linger=0)
             raise
 
-    async def send(self, message: ToRank, buffers: Sequence[Buffer] = ()) -> None:
-        """Hand a message to the socket; the buffers must not change afterwards. Waits for ever if rank 0 never came."""
-        await self._socket.send_multipart([pack_header(message), *buffers], copy=False)
+    async def send(self, message: ToRank, buffers: Sequence[Buffer] = ()) -> bool:
+        """Hand a message to the socket; the buffers must not change afterwards.
+
+        Never waits. Returns False if nobody is at the other end: rank 0 has not come yet, or is gone.
+        """
+        try:
+            await self._socket.send_multipart([pack_header(message), *buffers], copy=False, flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     async def receive(self) -> tuple[ToFront, list[memoryview]]:
         """Wait for rank 0. The buffers are views that live as long as they are referred to."""

@@ -68,18 +68,22 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     attention: str
     layouts: tuple[Layout, ...]
     max_patches_per_forward: int
+    out_width: int
 
 
 class RowsSpec(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of one image: their count and width, and whether every value of them is finite."""
+    """Rows of one image: their count and width, and whether they can be used.
+
+    `not_finite`: the tower gave NaN or infinity. `overflow`: the dtype that was asked for cannot hold what it gave.
+    """
 
     num_rows: int
     width: int
-    finite: bool
+    state: Literal["good", "not_finite", "overflow"]
 
 
 class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
-    """The answer to `Encode`. Buffers: one per image in the order of the question, empty where not finite.
+    """The answer to `Encode`. Buffers: one per image in the order of the question, empty where not good.
 
     `wait_s` passed in rank 0's inbox, behind the batch before; `encode_s` is the slowest rank's, with the scatter.
     """

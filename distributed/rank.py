@@ -14,8 +14,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distributed.balance import balance, cut_apart, rank_loads
@@ -53,7 +55,6 @@ class Rank:
         self._heartbeat = Heartbeat(
             exchange.rank,
             exchange.num_ranks,
-            options.epoch,
             interval_s=_HEARTBEAT_S,
             stall_timeout_s=options.stall_timeout_s,
         )
@@ -63,7 +64,7 @@ class Rank:
         )
         strangers = [info.rank for info in self._infos if info.fingerprint != weights_fingerprint]
         if strangers:
-            raise RuntimeError(f"ranks {strangers} hold another model than rank {exchange.rank}: compare --model")
+            raise RuntimeError(f"ranks {strangers} differ from rank {exchange.rank}: compare --model and --dtype")
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -86,6 +87,7 @@ class Rank:
                 attention=self._tower.attention,
                 layouts=self._tower.layouts,
                 max_patches_per_forward=self._tower.max_patches_per_forward,
+                out_width=self._tower.config.out_width,
             )
         )
         while True:
@@ -125,7 +127,7 @@ class Rank:
         self._send_command(batch)
         canvas = torch.zeros(side, side, 3, dtype=torch.uint8)
         answer, _ = self._encode_and_cut(batch, [canvas] * len(batch.images), wait_s=0.0)
-        if not all(image.finite for image in answer.images):
+        if not all(image.state == "good" for image in answer.images):
             raise RuntimeError("the tower's first forward gave values that are not finite")
 
     def _encode(self, batch: Encode, canvases: Sequence[Tensor] | None) -> "_Gathered":
@@ -135,33 +137,43 @@ class Rank:
         num_patches = [image.height * image.width // patch_area for image in batch.images]
         num_rows = [self._num_rows(image) for image in batch.images]
         shares = balance(num_patches, self._exchange.num_ranks)
-        mine = self._exchange.scatter_pixels(batch.images, shares, canvases)
-        layouts = [batch.images[index].layout for index in shares[self._exchange.rank]]
-        rows_ND = self._try_tower(mine, layouts)
-        while not self._exchange.all_agree(rows_ND is not None):
-            rows_ND = None
+        rank_rows = rank_loads(shares, num_rows)
+        my_share = shares[self._exchange.rank]
+        sending: list[dist.Work] = []
+        if canvases is None:
+            mine = self._exchange.receive_pixels(batch.images, my_share)
+        else:
+            sending = self._exchange.send_pixels(shares, canvases)
+            mine = [canvases[index] for index in my_share]
+        layouts = [batch.images[index].layout for index in my_share]
+        gathered_RMD = self._try_tower(mine, layouts, rank_rows)
+        while not self._exchange.all_agree(gathered_RMD is not None):
+            gathered_RMD = None
             self._take_less_memory(num_patches)
-            rows_ND = self._try_tower(mine, layouts)
-        assert rows_ND is not None
+            gathered_RMD = self._try_tower(mine, layouts, rank_rows)
+        assert gathered_RMD is not None
+        self._exchange.wait_for(sending)
         encoded = time.perf_counter()
-        gathered_RMD = self._exchange.gather_rows(rows_ND, rank_loads(shares, num_rows))
-        spans = cut_apart(shares, num_rows)
+        self._exchange.gather_rows(gathered_RMD)
         return _Gathered(
-            rows=[gathered_RMD[span.rank, span.start : span.stop] for span in spans],
+            rows=[gathered_RMD[span.rank, span.start : span.stop] for span in cut_apart(shares, num_rows)],
             rank_patches=rank_loads(shares, num_patches),
             encode_s=encoded - started,
             gather_s=time.perf_counter() - encoded,
         )
 
-    def _try_tower(self, canvases: Sequence[Tensor], layouts: Sequence[Layout]) -> Tensor | None:
-        """This rank's rows (N, D), computed to the end; None if its device has too little memory for them."""
+    def _try_tower(
+        self, canvases: Sequence[Tensor], layouts: Sequence[Layout], rank_rows: Sequence[int]
+    ) -> Tensor | None:
+        """This rank's rows, computed to the end, in room for all ranks' (R, M, D); None if memory does not suffice."""
         try:
             rows_ND = self._tower.encode(canvases, layouts)
+            gathered_RMD = self._exchange.gather_buffer(rows_ND, rank_rows)
             if self._tower.device.type == "cuda":
                 torch.cuda.synchronize(self._tower.device)
         except torch.OutOfMemoryError:
             return None  # and with it the traceback that holds on to the tensors
-        return rows_ND
+        return gathered_RMD
 
     def _take_less_memory(self, num_patches: Sequence[int]) -> None:
         """Halve the patches of a forward from here on; every rank does, after a batch that was too much for one."""
@@ -180,12 +192,15 @@ class Rank:
     def _encode_and_cut(self, batch: Encode, canvases: Sequence[Tensor], wait_s: float) -> tuple[Encoded, list[Buffer]]:
         """Rank 0: a batch's answer, each image's rows in the dtype that it asked for."""
         gathered = self._encode(batch, canvases)
-        specs, buffers = [], []
-        for image, rows_ND in zip(batch.images, gathered.rows, strict=True):
-            rows_ND = rows_ND.to(getattr(torch, image.dtype)).contiguous()
-            finite = bool(rows_ND.isfinite().all())
-            specs.append(RowsSpec(num_rows=rows_ND.shape[0], width=rows_ND.shape[1], finite=finite))
-            buffers.append(rows_ND.cpu().flatten().view(torch.uint8).numpy().data if finite else b"")
+        specs: list[RowsSpec] = []
+        buffers: list[Buffer] = []
+        for image, computed_ND in zip(batch.images, gathered.rows, strict=True):
+            rows_ND = computed_ND.to(getattr(torch, image.dtype))
+            state: Literal["good", "not_finite", "overflow"] = "good"
+            if not rows_ND.isfinite().all():
+                state = "overflow" if computed_ND.isfinite().all() else "not_finite"
+            specs.append(RowsSpec(num_rows=rows_ND.shape[0], width=rows_ND.shape[1], state=state))
+            buffers.append(_buffer(rows_ND) if state == "good" else b"")
         answer = Encoded(
             batch_id=batch.batch_id,
             images=tuple(specs),
@@ -205,6 +220,10 @@ class _Gathered:
     rank_patches: tuple[int, ...]
     encode_s: float
     gather_s: float
+
+
+def _buffer(rows_ND: Tensor) -> memoryview:
+    return rows_ND.contiguous().cpu().flatten().view(torch.uint8).numpy().data
 
 
 def _canvases(images: Sequence[ImageSpec], buffers: Sequence[memoryview]) -> list[Tensor]:

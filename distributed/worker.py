@@ -52,7 +52,8 @@ def choose_device(name: DeviceName) -> torch.device:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()}; lower --nproc-per-node"
+            f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()}; "
+            "use --device cpu or fewer ranks (--nproc-per-node)"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
@@ -79,12 +80,12 @@ def parse_options(argv: Sequence[str]) -> WorkerOptions:
     """Read a rank's command line."""
     parser = argparse.ArgumentParser(prog="distributed.worker", description=__doc__)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--device", choices=get_args(DeviceName), default="auto")
-    parser.add_argument("--dtype", choices=get_args(DtypeName), default="auto")
-    parser.add_argument("--attention", choices=["auto", *get_args(AttentionName)], default="auto")
+    parser.add_argument("--device", choices=get_args(DeviceName), required=True)
+    parser.add_argument("--dtype", choices=get_args(DtypeName), required=True)
+    parser.add_argument("--attention", choices=["auto", *get_args(AttentionName)], required=True)
     parser.add_argument("--max-patches-per-forward", type=int)
-    parser.add_argument("--collective-timeout-s", type=float, default=600.0)
-    parser.add_argument("--stall-timeout-s", type=float, default=120.0)
+    parser.add_argument("--collective-timeout-s", type=float, required=True)
+    parser.add_argument("--stall-timeout-s", type=float, required=True)
     parser.add_argument("--epoch", type=int, default=0)
     parser.add_argument("--run-dir", type=Path)
     found = parser.parse_args(argv)
@@ -114,7 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         phase = "serve"
         member.run()
     except Exception as error:  # the process border: every reason is told before this rank goes
-        log.exception("failed in %s", phase)
+        # What a user can mend is a ValueError with its whole story in the message.
+        log.error("failed in %s: %s", phase, error, exc_info=not isinstance(error, ValueError))
         run_dir = options.group.run_dir
         if run_dir is not None and run_dir.is_dir():
             failure = Failure(rank=rank, phase=phase, reason=f"{type(error).__name__}: {error}")

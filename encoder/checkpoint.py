@@ -41,6 +41,13 @@ class Checkpoint:
     files: tuple[Path, ...]
     seed: int = _SEED
 
+    @property
+    def location(self) -> str:
+        """What opens this very checkpoint again on this host, also when its hub id means a newer commit by then."""
+        if not self.files:
+            return self.name
+        return str(self.files[0] if len(self.files) == 1 else self.files[0].parent)
+
 
 def open_checkpoint(model: str) -> Checkpoint:
     """Find the tower of a model: `demo`, `random:deepseek_v4`, `random:deepseek_v41`, a folder, a file or a hub id.

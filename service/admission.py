@@ -71,7 +71,7 @@ class Admission:
         self.requests += requests
         self._decoding_requests += decoding
         self._held_bytes += held_bytes
-        self._metrics.requests_in_progress.set(self.requests)
+        self._metrics.in_progress_requests.set(self.requests)
         self._metrics.held_bytes.set(self._held_bytes)
 
 

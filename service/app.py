@@ -12,9 +12,11 @@ from starlette.types import Message
 
 from encoder.checkpoint import Checkpoint
 from encoder.geometry import plan
+from service.access import RequireKey
 from service.admission import Admission, Ticket
 from service.decode import DecodePool
 from service.errors import ServiceError, install_error_handling
+from service.fetch import Fetcher
 from service.intake import read_embed, read_plan
 from service.metrics import Metrics
 from service.patience import deadline_s, time_limit, while_awaited
@@ -43,6 +45,8 @@ class Parts:
 
     settings: Settings
     checkpoint: Checkpoint
+    keys: tuple[bytes, ...]
+    fetcher: Fetcher | None
     pool: DecodePool
     admission: Admission
     pipeline: Pipeline
@@ -83,6 +87,8 @@ def create_app(parts: Parts) -> FastAPI:
         redoc_url=None,
     )
     install_error_handling(app)
+    if parts.keys:
+        app.add_middleware(RequireKey, keys=parts.keys)
     app.add_middleware(RequestLog, metrics=parts.metrics)
     _add_work(app, parts)
     _add_probes(app, parts)
@@ -105,7 +111,7 @@ def _add_work(app: FastAPI, parts: Parts) -> None:
         seconds = deadline_s(request, settings.request_timeout_s)
         ticket = request.state.until_answered.enter_context(parts.admission.enter())
         async with time_limit(seconds):
-            job = await read_embed(_counted(request, ticket), settings, pool)
+            job = await read_embed(_counted(request, ticket), settings, pool, parts.fetcher, ticket.claim)
             ticket.hold(sum(len(image) for image in job.images))
             images = await while_awaited(request, parts.pipeline.embed(job, ticket))
             return await embed_response(
@@ -200,7 +206,7 @@ def _describe(parts: Parts) -> Info:
             image_bytes=settings.limit_image_bytes,
             image_pixels=settings.limit_image_pixels,
         ),
-        ranks=len(hello.ranks) if hello else settings.num_local_ranks * int(settings.nnodes),
+        ranks=len(hello.ranks) if hello else settings.num_local_ranks * settings.nnodes,
         layouts=hello.layouts if hello else None,
         fingerprint=hello.ranks[0].fingerprint if hello else None,
         devices=tuple(rank.device for rank in hello.ranks) if hello else None,

@@ -112,6 +112,7 @@ class Batcher:
         self._tickets = itertools.count()
         self._arrived = asyncio.Event()
         self._rate = PatchRate()
+        self._closed = False
 
     def waiting_s(self) -> float:
         """How long what is queued will take, at the rate of the last batches; 0 before the first."""
@@ -123,6 +124,8 @@ class Batcher:
         Raises:
             ServiceError: the queue is full, or whatever went wrong with this image.
         """
+        if self._closed:
+            raise _no_answer()
         image = QueuedImage(canvas, digest, layout, dtype, asyncio.get_running_loop().create_future())
         if self._queue and self._queued_patches + image.num_patches > self._limit_queue_patches:
             retry_after_s = min(max(1, math.ceil(self.waiting_s())), _LONGEST_RETRY_S)
@@ -141,14 +144,23 @@ class Batcher:
                 self._remove(ticket)
 
     async def run(self) -> None:
-        """Form and send batches until cancelled."""
-        async with asyncio.TaskGroup() as batches:
-            while True:
-                await self._slots.acquire()
-                while not self._queue:
-                    self._arrived.clear()
-                    await self._arrived.wait()
-                batches.create_task(self._settle(self._take_batch()))
+        """Form and send batches until cancelled. Whoever still waits then is told so."""
+        batch: list[QueuedImage] = []
+        try:
+            async with asyncio.TaskGroup() as batches:
+                while True:
+                    await self._slots.acquire()
+                    while not self._queue:
+                        self._arrived.clear()
+                        await self._arrived.wait()
+                    batch = self._take_batch()
+                    batches.create_task(self._settle(batch))
+                    batch = []
+        finally:
+            self._closed = True
+            for image in (*batch, *self._queue.values()):
+                if not image.rows.done():
+                    image.rows.set_exception(_no_answer())
 
     def _take_batch(self) -> list[QueuedImage]:
         sizes = (image.num_patches for image in self._queue.values())
@@ -164,11 +176,11 @@ class Batcher:
         try:
             await self._encode(batch)
             self._rate.observe(num_patches, started, time.perf_counter())
-        finally:
             self._slots.release()
+        finally:
             for image in batch:
                 if not image.rows.done():
-                    image.rows.set_exception(ServiceError("internal", "the image's batch ended without an answer"))
+                    image.rows.set_exception(_no_answer())
 
     def _remove(self, ticket: int) -> QueuedImage:
         image = self._queue.pop(ticket)
@@ -179,3 +191,7 @@ class Batcher:
         self._queued_patches += patches
         self._metrics.queue_images.inc(images)
         self._metrics.queue_patches.inc(patches)
+
+
+def _no_answer() -> ServiceError:
+    return ServiceError("internal", "the image was queued and will not be encoded")

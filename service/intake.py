@@ -103,7 +103,7 @@ async def read_embed(
     if not is_raw and any(name in _OPTIONS for name, _ in query):
         raise ServiceError("invalid_request", "options go into the body; the query is for a raw image as the body")
 
-    body = await _read_body(request, settings.limit_body_bytes, settings.request_timeout_s)
+    body = await _read_body(request, settings.limit_body_bytes, settings.receive_timeout_s)
     if is_raw:
         return _job([body], _options(query), settings)
     if media_type == MULTIPART:
@@ -117,7 +117,7 @@ async def read_plan(request: Request, settings: Settings, pool: DecodePool) -> P
     """Read the body of POST /plan. Raises as read_embed does."""
     if parse_options_header(request.headers.get("content-type"))[0] != JSON.encode():
         raise ServiceError("unsupported_media_type", f"the Content-Type must be {JSON}")
-    body = await _read_body(request, min(_LIMIT_PLAN_BYTES, settings.limit_body_bytes), settings.request_timeout_s)
+    body = await _read_body(request, min(_LIMIT_PLAN_BYTES, settings.limit_body_bytes), settings.receive_timeout_s)
     return await pool.run(_decode_json, body, PlanRequest)
 
 

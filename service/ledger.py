@@ -7,11 +7,10 @@ batch that did so twice is taken apart; an image that did so by itself is refuse
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distributed.messages import DTYPE_BYTES, Encode, Encoded, ImageSpec, ProtocolError, RowsSpec
+from distributed.messages import DTYPE_BYTES, Encode, Encoded, ImageSpec, ProtocolError, RowDtype, RowsSpec
 from encoder.layout import num_layout_rows
 from service.batcher import ImageRows, QueuedImage
 from service.errors import ServiceError
@@ -46,9 +45,10 @@ class Debt:
 
 
 class Ledger:
-    """The debts of one front end's group."""
+    """The debts of one front end's group, whose rows are `out_width` wide."""
 
-    def __init__(self, quarantine: Quarantine, metrics: Metrics) -> None:
+    def __init__(self, out_width: int, quarantine: Quarantine, metrics: Metrics) -> None:
+        self._out_width = out_width
         self._quarantine = quarantine
         self._metrics = metrics
         self._batch_ids = itertools.count(1)
@@ -66,19 +66,17 @@ class Ledger:
         del self._debts[debt.message.batch_id]
 
     def first_unsent(self, epoch: int) -> Debt | None:
-        """The first debt not sent to this life of the group, marked as sent now; those without waiters are settled."""
+        """The first debt not sent to this life of the group; those without waiters are settled on the way."""
         for debt in self._debts.values():
             if debt.epoch == epoch or debt.settled.done():
                 continue
-            if all(image.rows.done() for image in debt.images):
-                debt.settled.set_result(None)
-                continue
-            debt.epoch, debt.sent_at = epoch, time.perf_counter()
-            return debt
+            if not all(image.rows.done() for image in debt.images):
+                return debt
+            debt.settled.set_result(None)
         return None
 
     def deliver(self, answer: Encoded, buffers: Sequence[memoryview]) -> bool:
-        """Settle a debt and the images' waiters. Returns whether all rows were finite.
+        """Settle a debt and the images' waiters. Returns whether the tower gave finite rows only.
 
         Raises:
             ProtocolError: the answer is not one to the question.
@@ -86,18 +84,29 @@ class Ledger:
         debt = self._debts.get(answer.batch_id)
         if debt is None or debt.settled.done():
             raise ProtocolError(f"rank 0 answered batch {answer.batch_id}, which is not owed")
+        if not len(debt.images) == len(answer.images) == len(buffers):
+            raise ProtocolError(f"rank 0 answered {len(buffers)} of {len(debt.images)} images")
         for image, spec, buffer in zip(debt.images, answer.images, buffers, strict=True):
-            rows = _checked_rows(image, spec, buffer)
-            if rows is None:
+            self._check(image, spec, buffer)
+            if spec.state == "not_finite":
                 self._metrics.images_not_finite_total.inc()
             if image.rows.done():
                 continue  # its waiter is gone: the rows are dropped
-            if rows is None:
-                image.rows.set_exception(ServiceError("non_finite", "the image's rows are not finite numbers"))
+            if spec.state == "good":
+                image.rows.set_result(ImageRows(spec.num_rows, spec.width, buffer))
             else:
-                image.rows.set_result(rows)
+                image.rows.set_exception(_unusable(spec, image.dtype))
         debt.settled.set_result(answer)
-        return all(spec.finite for spec in answer.images)
+        return all(spec.state != "not_finite" for spec in answer.images)
+
+    def _check(self, image: QueuedImage, spec: RowsSpec, buffer: memoryview) -> None:
+        """One row too many takes a whole LLM engine down: the answer is held against the plan once more."""
+        expected = num_layout_rows(image.layout, image.canvas.plan.llm_grid)
+        if (spec.num_rows, spec.width) != (expected, self._out_width):
+            raise ProtocolError(f"rank 0 sent {spec.num_rows} x {spec.width} for {expected} x {self._out_width}")
+        num_bytes = expected * self._out_width * DTYPE_BYTES[image.dtype] if spec.state == "good" else 0
+        if buffer.nbytes != num_bytes:
+            raise ProtocolError(f"rank 0 sent {buffer.nbytes} bytes where {num_bytes} were due")
 
     def blame(self, epoch: int) -> bool:
         """The group's life ended: charge the batch that it was at. Returns whether an image was found guilty."""
@@ -134,13 +143,7 @@ def _spec(image: QueuedImage) -> ImageSpec:
     return ImageSpec(height=height, width=width, layout=image.layout, dtype=image.dtype)
 
 
-def _checked_rows(image: QueuedImage, spec: RowsSpec, buffer: memoryview) -> ImageRows | None:
-    """An image's rows off the wire, or None where they are not finite. One row too many takes an LLM engine down."""
-    expected = num_layout_rows(image.layout, image.canvas.plan.llm_grid)
-    if spec.num_rows != expected:
-        raise ProtocolError(f"rank 0 sent {spec.num_rows} rows for an image of {expected}")
-    if not spec.finite:
-        return None
-    if buffer.nbytes != spec.num_rows * spec.width * DTYPE_BYTES[image.dtype]:
-        raise ProtocolError(f"rank 0 sent {buffer.nbytes} bytes for {spec.num_rows} x {spec.width} {image.dtype}")
-    return ImageRows(spec.num_rows, spec.width, buffer)
+def _unusable(spec: RowsSpec, dtype: RowDtype) -> ServiceError:
+    if spec.state == "overflow":
+        return ServiceError("dtype_overflow", f"the image's rows do not fit into {dtype}: ask for bfloat16 or float32")
+    return ServiceError("non_finite", "the image's rows are not finite numbers")

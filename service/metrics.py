@@ -58,7 +58,7 @@ class Metrics:
         )
         self.images_not_finite_total = counter("images_not_finite_total", "Images whose rows were not finite.")
         self.images_quarantined_total = counter("images_quarantined_total", "Images found to crash the ranks.")
-        self.requests_in_progress = gauge("requests_in_progress_requests", "Requests that were let in.")
+        self.in_progress_requests = gauge("in_progress_requests", "Requests that were let in and are not answered.")
         self.held_bytes = gauge("held_bytes", "Bytes of bodies, canvases and rows held for requests.")
         self.batch_size_patches = histogram("batch_size_patches", "Patches in a batch.", _PATCHES_BUCKETS)
         self.stage_seconds = histogram("stage_seconds", "Time in each stage.", _SECONDS_BUCKETS, "stage")

@@ -18,12 +18,13 @@ import uvloop
 
 from distributed.launcher import LaunchOptions
 from distributed.processes import adopt_orphans
-from encoder.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from encoder.config import ConfigError
+from encoder.checkpoint import Checkpoint, open_checkpoint
+from service.access import load_keys
 from service.admission import Admission
 from service.app import Parts, create_app
 from service.batcher import Batcher
 from service.decode import DecodePool
+from service.fetch import Fetcher
 from service.ledger import Ledger
 from service.metrics import Metrics
 from service.pipeline import Pipeline
@@ -55,26 +56,38 @@ def serve(settings: Settings) -> int:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     try:
+        keys = load_keys(settings)
+        fetcher = Fetcher(settings) if settings.fetch_hosts else None
         checkpoint = open_checkpoint(settings.model)
         listener = socket.create_server((settings.host, settings.port), backlog=_BACKLOG)
-    except (CheckpointError, ConfigError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"patchgrid serve: error: {error}", file=sys.stderr)
         return 1
     if checkpoint.naming == "random":
         log.warning("serving RANDOM WEIGHTS (%s): for trying and measuring only; see --model", checkpoint.name)
     adopt_orphans()
     with listener, private_run_dir() as run_dir:
-        return uvloop.run(_serve(settings, checkpoint, listener, run_dir))
+        return uvloop.run(_serve(settings, checkpoint, keys, fetcher, listener, run_dir))
 
 
-async def _serve(settings: Settings, checkpoint: Checkpoint, listener: socket.socket, run_dir: Path) -> int:
+async def _serve(
+    settings: Settings,
+    checkpoint: Checkpoint,
+    keys: tuple[bytes, ...],
+    fetcher: Fetcher | None,
+    listener: socket.socket,
+    run_dir: Path,
+) -> int:
     metrics = Metrics()
+    launch = _launch_options(settings, checkpoint)
+    if launch.nnodes > 1:
+        log.info("on each other host, again whenever it ends: %s", launch.other_host_command())
     quarantine = Quarantine(settings.quarantine_s)
     supervisor = Supervisor(
-        _launch_options(settings),
+        launch,
         _supervisor_options(settings),
         checkpoint.config,
-        Ledger(quarantine, metrics),
+        Ledger(checkpoint.config.out_width, quarantine, metrics),
         run_dir,
         metrics,
     )
@@ -93,7 +106,7 @@ async def _serve(settings: Settings, checkpoint: Checkpoint, listener: socket.so
     )
     with DecodePool(settings, checkpoint.config, metrics) as pool:
         pipeline = Pipeline(settings, pool, batcher, supervisor, quarantine, metrics)
-        app = create_app(Parts(settings, checkpoint, pool, admission, pipeline, supervisor, metrics))
+        app = create_app(Parts(settings, checkpoint, keys, fetcher, pool, admission, pipeline, supervisor, metrics))
         http = HttpServer(
             uvicorn.Config(
                 app,
@@ -162,9 +175,9 @@ async def _drain(admission: Admission, signals: "asyncio.Queue[signal.Signals]",
         forced.cancel()
 
 
-def _launch_options(settings: Settings) -> LaunchOptions:
+def _launch_options(settings: Settings, checkpoint: Checkpoint) -> LaunchOptions:
     return LaunchOptions(
-        model=settings.model,
+        model=checkpoint.location if settings.nnodes == 1 else settings.model,
         nproc_per_node=settings.num_local_ranks,
         nnodes=settings.nnodes,
         rdzv_endpoint=settings.rdzv_endpoint,

@@ -51,8 +51,10 @@ class Settings(BaseSettings):
     nproc_per_node: Literal["auto"] | PositiveInt = Field(
         default="auto", description="ranks on this host; auto is one for each NVIDIA GPU, or one on the CPU"
     )
-    nnodes: str = Field(default="1", pattern=r"^[1-9][0-9]*$", description="hosts in the group, as torchrun takes it")
-    rdzv_endpoint: str = Field(default="", description="host:port where several hosts meet, as torchrun takes it")
+    nnodes: PositiveInt = Field(default=1, description="hosts in the group; the log says what to run on the others")
+    rdzv_endpoint: str = Field(
+        default="", description="this host's name and a free port, host:port, where several hosts meet"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the tower runs")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto", description="what the tower computes in; auto is bfloat16 where the device is fast at it"
@@ -154,7 +156,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _hosts_can_meet(self) -> Self:
-        if self.nnodes != "1" and not self.rdzv_endpoint:
+        if self.nnodes > 1 and not self.rdzv_endpoint:
             raise ValueError("--rdzv-endpoint is required when --nnodes is more than 1")
         return self
 

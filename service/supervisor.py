@@ -35,6 +35,8 @@ log = logging.getLogger("patchgrid.supervisor")
 
 _PINGS_PER_TIMEOUT = 4
 _LONGEST_BACKOFF_S = 10.0
+_LAST_WORDS_S = 1.0
+_MOST_VAIN_STARTS = 3
 
 
 class GroupState(enum.StrEnum):
@@ -82,6 +84,7 @@ class Supervisor:
         self._metrics = metrics
         self._link: FrontLink | None = None
         self._epoch = 0
+        self._last_ready_epoch = 0
         self._stopping = asyncio.Event()
         self._stop_grace_s = 0.0
         self._doubt = asyncio.Event()
@@ -172,30 +175,41 @@ class Supervisor:
     async def _live(self, context: zmq.asyncio.Context) -> str:
         """One life of the group, from torchrun's start until nothing is left of it. Returns why it ended."""
         link = FrontLink(context, self._run_dir, self._epoch)
-        group = await WorkerGroup.start(self._launch, self._run_dir, self._epoch)
+        try:
+            group = await WorkerGroup.start(self._launch, self._run_dir, self._epoch)
+            try:
+                return await self._outlive(group, link)
+            finally:
+                self._link = None
+                await group.kill()
+        except (OSError, TimeoutError) as error:
+            raise GroupError(f"torchrun cannot be started or ended: {error}") from error
+        finally:
+            link.close()
+
+    async def _outlive(self, group: WorkerGroup, link: FrontLink) -> str:
+        """Talk to the group until it ends, has to be ended, or is told to stop. Returns the reason."""
         exited = asyncio.create_task(group.wait())
         talking = asyncio.create_task(self._talk(link))
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait({exited, talking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if stopping.done() and self._link is not None:
-                await self._link.send(Stop())
+            if stopping.done() and await link.send(Stop()):
                 await asyncio.wait({exited}, timeout=self._stop_grace_s)
+            if not exited.done() and talking.done():
+                await asyncio.wait({exited}, timeout=_LAST_WORDS_S)  # what ails a rank is better told by itself
             if not exited.done():
                 return talking.result() if talking.done() else "told to stop"
             failure = group.failure()
             if failure is None:
                 return f"torchrun ended with code {exited.result()}"
             reason = f"rank {failure.rank} failed in {failure.phase}: {failure.reason}"
-            if failure.phase == "setup":
+            if failure.phase == "setup" and self.hello is None:
                 raise GroupError(reason)
             return reason
         finally:
-            self._link = None
             for task in (exited, talking, stopping):
                 task.cancel()
-            await group.kill()
-            link.close()
 
     def _count_death(self, reason: str) -> None:
         now = time.monotonic()
@@ -204,6 +218,10 @@ class Supervisor:
             self._deaths.popleft()
         if len(self._deaths) > self._options.restart_limit:
             raise GroupError(f"the worker group died {len(self._deaths)} times; the last time: {reason}")
+        if self._epoch - self._last_ready_epoch >= _MOST_VAIN_STARTS:
+            raise GroupError(
+                f"the worker group did not become ready {_MOST_VAIN_STARTS} times; the last time: {reason}"
+            )
 
     async def _talk(self, link: FrontLink) -> str:
         """Hear the hello, then receive and watch until one of them finds a reason to end this life."""
@@ -217,6 +235,8 @@ class Supervisor:
             return reason
         if not isinstance(hello, Hello):
             return "rank 0 spoke before its hello"
+        if hello.out_width != self._config.out_width:
+            raise GroupError(f"the ranks' rows are {hello.out_width} wide, the checkpoint's {self._config.out_width}")
         await self._welcome(link, hello)
         tasks = {asyncio.create_task(part(link)) for part in (self._receive, self._watch, self._reassure)}
         try:
@@ -229,6 +249,7 @@ class Supervisor:
     async def _welcome(self, link: FrontLink, hello: Hello) -> None:
         link.hide()
         self.hello = hello
+        self._last_ready_epoch = self._epoch
         self._pong, self._pong_at = Pong(nonce=0, silent_s=()), time.monotonic()
         self._doubt.clear()
         await self._send_unsent(link)
@@ -238,9 +259,11 @@ class Supervisor:
         log.info("worker group %d ready: rank %s; %s, %s", hello.epoch, ranks, hello.dtype, hello.attention)
 
     async def _send_unsent(self, link: FrontLink) -> None:
-        """Send what this life of the group was not sent, in order. Nothing is awaited after the last."""
+        """Send what this life of the group was not sent, in order. If rank 0 is gone, the next life will be sent it."""
         while debt := self._ledger.first_unsent(self._epoch):
-            await link.send(debt.message, debt.buffers)
+            if not await link.send(debt.message, debt.buffers):
+                return
+            debt.epoch, debt.sent_at = self._epoch, time.perf_counter()
 
     async def _receive(self, link: FrontLink) -> str:
         try:
@@ -262,7 +285,8 @@ class Supervisor:
         interval_s = self._options.rank_timeout_s / _PINGS_PER_TIMEOUT
         times_silent = 0
         for nonce in itertools.count(1):
-            await link.send(Ping(nonce))
+            if not await link.send(Ping(nonce)):
+                return "rank 0 is gone"
             await asyncio.sleep(interval_s)
             times_silent = times_silent + 1 if self.heartbeat_age_s > self._options.rank_timeout_s else 0
             if times_silent == 2:

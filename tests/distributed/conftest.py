@@ -19,7 +19,17 @@ def start_group(goldens: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
         def start(num_ranks: int, **options: object) -> Group:
             launch = LaunchOptions(
-                model=str(goldens / "tiny-deepseek_v4"), nproc_per_node=num_ranks, device="cpu", dtype="float32"
+                model=str(goldens / "tiny-deepseek_v4"),
+                nproc_per_node=num_ranks,
+                nnodes=1,
+                rdzv_endpoint="",
+                device="cpu",
+                dtype="float32",
+                attention="auto",
+                max_patches_per_forward=None,
+                collective_timeout_s=600.0,
+                stall_timeout_s=120.0,
+                worker_module="distributed.worker",
             )
             groups.append(Group(runner, replace(launch, **options), tmp_path_factory.mktemp("run")))
             return groups[-1]

@@ -1,5 +1,6 @@
 """One to four real gloo ranks under torchrun: the same rows as one tower gives alone, in the right order."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -92,6 +93,5 @@ def test_bfloat16_rows_are_the_float32_rows_rounded(group: Group, tower: Tower) 
 
 
 def test_every_rank_has_a_heartbeat(group: Group) -> None:
-    pong = group.ping()
-    assert len(pong.silent_s) == len(group.encode(random_canvases([(1, 1)]))[0].rank_patches)
-    assert max(pong.silent_s) < 60
+    time.sleep(3)
+    assert max(group.ping().silent_s) < 2.5, "as many seconds as have passed, if no heartbeat was seen"

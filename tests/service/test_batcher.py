@@ -128,10 +128,13 @@ def test_an_unexpected_failure_of_a_batch_reaches_its_waiters_and_the_owner() ->
 
         batcher = Batcher(broken, Metrics(), budget_patches=lambda: 1, slots=1, limit_queue_patches=10**6)
         running = asyncio.create_task(batcher.run())
-        with pytest.raises(ServiceError) as failed:
-            await batcher.submit(canvas(), "digest", "rows", "bfloat16")
-        assert failed.value.code == "internal"
+        waiting = [batcher.submit(canvas(), "digest", "rows", "bfloat16") for _ in range(3)]
+        for failed in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(failed, ServiceError)
+            assert failed.code == "internal"
         with pytest.raises(ExceptionGroup):
             await running
+        with pytest.raises(ServiceError):
+            await batcher.submit(canvas(), "digest", "rows", "bfloat16")
 
     asyncio.run(scenario())

@@ -1,5 +1,6 @@
 """A real `patchgrid serve` in a process of its own, on a free loopback port."""
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -59,8 +60,11 @@ class Server:
 
     def rank_pids(self) -> list[int]:
         """The ranks' process ids, in rank order."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        ranks = {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
+        ranks = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if (rank := child.environ().get("RANK")) is not None:
+                    ranks[int(rank)] = child.pid
         return [pid for _, pid in sorted(ranks.items())]
 
     def metric(self, name: str, **labels: str) -> float:
