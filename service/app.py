@@ -4,7 +4,6 @@ Invariant: nothing here blocks the event loop, and every failure leaves through 
 """
 
 import importlib.metadata
-from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -13,14 +12,11 @@ from starlette.types import Message
 from encoder.checkpoint import Checkpoint
 from encoder.geometry import plan
 from service.access import RequireKey
-from service.admission import Admission, Ticket
-from service.decode import DecodePool
-from service.errors import ServiceError, install_error_handling
-from service.fetch import Fetcher
+from service.admission import Ticket
+from service.errors import install_error_handling
 from service.intake import read_embed, read_plan
-from service.metrics import Metrics
+from service.parts import Parts
 from service.patience import deadline_s, time_limit, while_awaited
-from service.pipeline import Pipeline
 from service.reply import Answer, embed_response
 from service.request_log import RequestLog
 from service.schemas import (
@@ -35,51 +31,29 @@ from service.schemas import (
     error_responses,
     plan_openapi,
 )
-from service.settings import Settings
-from service.supervisor import GroupState, Supervisor
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What the routes stand on."""
-
-    settings: Settings
-    checkpoint: Checkpoint
-    keys: tuple[bytes, ...]
-    fetcher: Fetcher | None
-    pool: DecodePool
-    admission: Admission
-    pipeline: Pipeline
-    supervisor: Supervisor
-    metrics: Metrics
-
-    @property
-    def model_name(self) -> str:
-        """The name in answers."""
-        return self.settings.model_name or self.checkpoint.name
-
-    def health(self) -> Health:
-        """Whether the service takes work, and if not, why."""
-        reasons = ("draining",) * self.admission.draining + self.supervisor.reasons_not_ready()
-        return Health(live=True, ready=not reasons, reasons=reasons)
-
-    def check_ready(self) -> None:
-        """Refuse work that the group cannot begin now.
-
-        Raises:
-            ServiceError: starting, restarting or draining, with a time to come back after.
-        """
-        match self.supervisor.state:
-            case GroupState.STARTING:
-                raise ServiceError("starting", "the model is loading", retry_after_s=5)
-            case GroupState.RESTARTING:
-                raise ServiceError("restarting", "the worker group is starting again", retry_after_s=5)
-            case GroupState.STOPPED:
-                raise ServiceError("draining", "the service is ending", retry_after_s=1)
 
 
 def create_app(parts: Parts) -> FastAPI:
     """The ASGI application over parts that someone else starts and stops."""
+    app = _bare_app()
+    if parts.foundation.keys:
+        app.add_middleware(RequireKey, keys=parts.foundation.keys)
+    app.add_middleware(RequestLog, metrics=parts.metrics)
+    _add_work(app, parts)
+    if parts.settings.probe_port is None:
+        _add_probes(app, parts)
+    return app
+
+
+def create_probe_app(parts: Parts) -> FastAPI:
+    """The probes alone, for a port of their own."""
+    app = _bare_app()
+    app.add_middleware(RequestLog, metrics=parts.metrics)
+    _add_probes(app, parts)
+    return app
+
+
+def _bare_app() -> FastAPI:
     app = FastAPI(
         title="patchgrid",
         version=importlib.metadata.version("patchgrid"),
@@ -87,16 +61,11 @@ def create_app(parts: Parts) -> FastAPI:
         redoc_url=None,
     )
     install_error_handling(app)
-    if parts.keys:
-        app.add_middleware(RequireKey, keys=parts.keys)
-    app.add_middleware(RequestLog, metrics=parts.metrics)
-    _add_work(app, parts)
-    _add_probes(app, parts)
     return app
 
 
 def _add_work(app: FastAPI, parts: Parts) -> None:
-    settings, checkpoint, pool, metrics = parts.settings, parts.checkpoint, parts.pool, parts.metrics
+    settings, checkpoint, pool = parts.settings, parts.foundation.checkpoint, parts.pool
 
     @app.post(
         "/embed",
@@ -111,7 +80,7 @@ def _add_work(app: FastAPI, parts: Parts) -> None:
         seconds = deadline_s(request, settings.request_timeout_s)
         ticket = request.state.until_answered.enter_context(parts.admission.enter())
         async with time_limit(seconds):
-            job = await read_embed(_counted(request, ticket), settings, pool, parts.fetcher, ticket.claim)
+            job = await read_embed(_counted(request, ticket), settings, pool, parts.foundation.fetcher, ticket.claim)
             ticket.hold(sum(len(image) for image in job.images))
             images = await while_awaited(request, parts.pipeline.embed(job, ticket))
             return await embed_response(
@@ -119,7 +88,7 @@ def _add_work(app: FastAPI, parts: Parts) -> None:
                 accept=request.headers.get("accept"),
                 encoding_format=job.encoding_format,
                 pool=pool,
-                metrics=metrics,
+                metrics=parts.metrics,
             )
 
     @app.post(
@@ -190,7 +159,7 @@ def _plan_all(checkpoint: Checkpoint, sizes: tuple[tuple[int, int], ...]) -> Pla
 
 
 def _describe(parts: Parts) -> Info:
-    settings, config, hello = parts.settings, parts.checkpoint.config, parts.supervisor.hello
+    settings, config, hello = parts.settings, parts.foundation.checkpoint.config, parts.supervisor.hello
     return Info(
         version=importlib.metadata.version("patchgrid"),
         model=parts.model_name,

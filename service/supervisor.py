@@ -8,7 +8,6 @@ reason that would only repeat itself (a bad checkpoint, no such device) or too m
 import asyncio
 import contextlib
 import enum
-import itertools
 import logging
 import time
 from collections import deque
@@ -22,7 +21,7 @@ import zmq.asyncio
 
 from distributed.launcher import LaunchOptions, WorkerGroup
 from distributed.link import FrontLink
-from distributed.messages import Encoded, Hello, Ping, Pong, ProtocolError, Stop
+from distributed.messages import Encoded, Hello, Pong, ProtocolError, Stop
 from encoder.config import VisionConfig
 from encoder.geometry import plan
 from encoder.image import Canvas
@@ -30,10 +29,10 @@ from service.batcher import QueuedImage
 from service.errors import ServiceError
 from service.ledger import Debt, Ledger
 from service.metrics import Metrics
+from service.pulse import Pulse
 
 log = logging.getLogger("patchgrid.supervisor")
 
-_PINGS_PER_TIMEOUT = 4
 _LONGEST_BACKOFF_S = 10.0
 _LAST_WORDS_S = 1.0
 _MOST_VAIN_STARTS = 3
@@ -89,21 +88,15 @@ class Supervisor:
         self._stop_grace_s = 0.0
         self._doubt = asyncio.Event()
         self._deaths: deque[float] = deque()
-        self._pong = Pong(nonce=0, silent_s=())
-        self._pong_at = 0.0
-
-    @property
-    def heartbeat_age_s(self) -> float:
-        """Seconds since the most silent rank was last known to be alive."""
-        return time.monotonic() - self._pong_at + max(self._pong.silent_s, default=0.0)
+        self._pulse = Pulse(options.rank_timeout_s)
 
     def reasons_not_ready(self) -> tuple[str, ...]:
         """Why the group takes no work now; empty if it does."""
         if self.state is not GroupState.READY:
             return (self.state.value,)
         reasons = []
-        if self.heartbeat_age_s > self._options.rank_timeout_s:
-            reasons.append(f"no heartbeat for {self.heartbeat_age_s:.1f} s")
+        if self._pulse.is_lost:
+            reasons.append(f"no heartbeat for {self._pulse.age_s:.1f} s")
         if self._doubt.is_set():
             reasons.append("the last forward gave values that are not finite")
         return tuple(reasons)
@@ -238,7 +231,7 @@ class Supervisor:
         if hello.out_width != self._config.out_width:
             raise GroupError(f"the ranks' rows are {hello.out_width} wide, the checkpoint's {self._config.out_width}")
         await self._welcome(link, hello)
-        tasks = {asyncio.create_task(part(link)) for part in (self._receive, self._watch, self._reassure)}
+        tasks = {asyncio.create_task(part(link)) for part in (self._receive, self._pulse.watch, self._reassure)}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
@@ -250,7 +243,7 @@ class Supervisor:
         link.hide()
         self.hello = hello
         self._last_ready_epoch = self._epoch
-        self._pong, self._pong_at = Pong(nonce=0, silent_s=()), time.monotonic()
+        self._pulse.begin()
         self._doubt.clear()
         await self._send_unsent(link)
         self._link = link
@@ -271,7 +264,7 @@ class Supervisor:
                 message, buffers = await link.receive()
                 match message:
                     case Pong():
-                        self._pong, self._pong_at = message, time.monotonic()
+                        self._pulse.hear(message)
                     case Encoded():
                         if not self._ledger.deliver(message, buffers):
                             self._doubt.set()
@@ -279,19 +272,6 @@ class Supervisor:
                         raise ProtocolError("rank 0 said hello twice")
         except (ProtocolError, msgspec.DecodeError) as error:
             return f"rank 0 is not understood: {error}"
-
-    async def _watch(self, link: FrontLink) -> str:
-        """Ping until the group is found silent twice in a row: once is also what a paused front end finds on waking."""
-        interval_s = self._options.rank_timeout_s / _PINGS_PER_TIMEOUT
-        times_silent = 0
-        for nonce in itertools.count(1):
-            if not await link.send(Ping(nonce)):
-                return "rank 0 is gone"
-            await asyncio.sleep(interval_s)
-            times_silent = times_silent + 1 if self.heartbeat_age_s > self._options.rank_timeout_s else 0
-            if times_silent == 2:
-                break
-        return f"no heartbeat for {self.heartbeat_age_s:.1f} s"
 
     async def _reassure(self, link: FrontLink) -> str:
         """After rows that are not finite, try an image that cannot be the reason: if it fails too, the group is ill."""
