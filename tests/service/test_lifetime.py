@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from server import Server
@@ -35,6 +36,14 @@ def gone(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def server(start_server: Callable[..., Server]) -> Server:
     return start_server("--nproc-per-node=2", "--rank-timeout-s=3", "--decode-processes=1").wait_ready()
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.1, 0.3, 0.6])
+def test_a_request_that_meets_a_dying_group_is_answered(server: Server, image: bytes, wait_s: float) -> None:
+    os.kill(server.wait_ready().rank_pids()[0], signal.SIGKILL)
+    time.sleep(wait_s)
+    assert embed(server, image) in (200, 503), "let in it is answered, else it is told to come back"
+    until(lambda: embed(server, image) == 200)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -72,6 +81,40 @@ def test_sigterm_before_the_group_is_ready_ends_with_code_zero(start_server: Cal
     assert server.end(signal.SIGTERM) == 0
 
 
+def test_sigterm_after_rank_zero_died_ends_all_the_same(start_server: Callable[..., Server]) -> None:
+    server = start_server("--nproc-per-node=2", "--drain-pause-s=0").wait_ready()
+    os.kill(server.rank_pids()[0], signal.SIGKILL)
+    assert server.end(signal.SIGTERM) == 0
+
+
+def test_api_keys_close_the_work_and_leave_the_probes_open(
+    start_server: Callable[..., Server], image: bytes, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# two\nfirst-key\nsecond-key\n")
+    server = start_server(f"--api-keys-file={keys}").wait_ready()
+    headers = {"content-type": "image/png"}
+    assert server.client.post("/embed", content=image, headers=headers).status_code == 401
+    assert server.client.post("/plan", json={"sizes": [[1, 1]]}).status_code == 401
+    assert server.client.post("/embed", content=image, headers=headers | {"x-api-key": "first"}).status_code == 401
+    for shown in ({"authorization": "Bearer first-key"}, {"x-api-key": "second-key"}):
+        assert server.client.post("/embed", content=image, headers=headers | shown).status_code == 200
+    assert server.client.get("/metrics").status_code == 200
+    assert "first-key" not in server.log
+    assert "second-key" not in server.log
+
+
+def test_probes_may_have_a_port_of_their_own(start_server: Callable[..., Server], image: bytes) -> None:
+    server = start_server("--probe-port=0")
+    probes = server.wait_for_log(r"probes on (http://\S+)").group(1)
+    until(lambda: httpx.get(f"{probes}/health/ready").status_code == 200)
+    assert httpx.get(f"{probes}/metrics").status_code == httpx.get(f"{probes}/info").status_code == 200
+    assert httpx.post(f"{probes}/embed").status_code == 404
+    assert server.client.get("/metrics").status_code == server.client.get("/health").status_code == 404
+    assert embed(server, image) == 200
+    assert server.end(signal.SIGTERM) == 0
+
+
 def test_sigkill_of_the_front_end_takes_every_child_with_it(start_server: Callable[..., Server]) -> None:
     server = start_server("--nproc-per-node=2").wait_ready()
     tree = psutil.Process(server.process.pid).children(recursive=True)
@@ -104,3 +147,17 @@ def test_too_many_deaths_end_serve_with_the_last_reason(start_server: Callable[.
     os.kill(server.rank_pids()[0], signal.SIGKILL)
     assert server.wait() == 1
     assert "the worker group died 1 times" in server.log
+
+
+def test_a_run_folder_that_a_killed_service_left_is_removed_by_the_next(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    environment = dict(os.environ, TMPDIR=str(tmp_path))
+    first = start_server(env=environment).wait_ready()
+    first.end(signal.SIGKILL)
+    (left,) = tmp_path.glob("patchgrid-*")
+    assert left.stat().st_mode & 0o777 == 0o700
+    second = start_server(env=environment).wait_ready()
+    assert not left.exists()
+    assert second.end(signal.SIGTERM) == 0
+    assert list(tmp_path.iterdir()) == []
