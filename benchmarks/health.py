@@ -1,0 +1,195 @@
+"""Whether GET /health/live is answered in time while 32 clients post large photographs.
+
+Invariant: server, load and poller are processes of their own, and the poller asks over one connection of its own, so
+that what is measured is the server. A poll that fell due while the one before it was unanswered counts from then.
+"""
+
+import argparse
+import asyncio
+import base64
+import http.client
+import json
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+from benchmarks._common import Server, describe_machine, draw_photo, percentile, report
+
+_SIZE = (4000, 3000)
+_BODIES = ("raw", "multipart", "json")
+_INTERVAL_S = 0.02
+_LIMIT_MEDIAN_MS = 100.0
+_LIMIT_WORST_MS = 500.0
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """One kind of body: answers of /health/live, how late the poller itself woke, and who used the cores."""
+
+    body: str
+    polls: int
+    median_ms: float
+    p99_ms: float
+    worst_ms: float
+    poller_late_worst_ms: float
+    images_per_s: float
+    front_end_cores: float
+    decoders_cores: float
+    ranks_cores: float
+    load_cores: float
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """One question: how long its answer took, and how late it was asked because the poller woke late."""
+
+    answer_ms: float
+    late_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What every client posts."""
+
+    content: bytes
+    content_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What the load has to say: images answered in time, and the cores that it used."""
+
+    num_images: int
+    cores: float
+
+
+def main() -> int:
+    """Measure each kind of body; 1 if a bound is missed."""
+    parser = argparse.ArgumentParser(prog="benchmarks.health", description=__doc__)
+    parser.add_argument("--body", nargs="+", choices=_BODIES, default=_BODIES)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of load, for each kind of body")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+
+    machine = describe_machine()
+    photo = draw_photo(*_SIZE)
+    print(f"{options.clients} clients post JPEGs of {_SIZE[0]} x {_SIZE[1]} pixels, {len(photo) / 2**20:.1f} MiB each")
+    with Server(f"--model={options.model}") as server:
+        server.wait_for("/health/ready")
+        rows = [_measure(server, kind, photo, options.clients, options.seconds) for kind in options.body]
+    report({"GET /health/live under load": rows}, machine, options.json)
+
+    met = all(row.median_ms <= _LIMIT_MEDIAN_MS and row.worst_ms <= _LIMIT_WORST_MS for row in rows)
+    bounds = f"at most {_LIMIT_MEDIAN_MS:g} ms at the median and {_LIMIT_WORST_MS:g} ms at worst"
+    print(f"\n{'met' if met else 'MISSED'}: {bounds}")
+    return 0 if met else 1
+
+
+def _measure(server: Server, kind: str, photo: bytes, clients: int, seconds: float) -> Liveness:
+    body = _build_body(kind, photo)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    load = context.Process(target=_run_load, args=(server.url, body, clients, seconds, theirs))
+    load.start()
+    theirs.close()
+    ours.recv()  # it has begun; if it could not, this raises EOFError and its traceback is above
+    before = _cpu_s(server)
+    polls = _poll(server.url, seconds)
+    after = _cpu_s(server)
+    result: LoadResult = ours.recv()
+    load.join()
+    answer_ms = [poll.answer_ms for poll in polls]
+    return Liveness(
+        body=kind,
+        polls=len(polls),
+        median_ms=statistics.median(answer_ms),
+        p99_ms=percentile(answer_ms, 99),
+        worst_ms=max(answer_ms),
+        poller_late_worst_ms=max(poll.late_ms for poll in polls),
+        images_per_s=result.num_images / seconds,
+        front_end_cores=(after["front end"] - before["front end"]) / seconds,
+        decoders_cores=sum(after[name] - before[name] for name in after if name.startswith("decoder")) / seconds,
+        ranks_cores=sum(after[name] - before[name] for name in after if name.startswith("rank")) / seconds,
+        load_cores=result.cores,
+    )
+
+
+def _build_body(kind: str, photo: bytes) -> Body:
+    """One image in a body of a kind, rendered once: the load only sends it."""
+    match kind:
+        case "raw":
+            return Body(photo, "image/jpeg")
+        case "json":
+            text = json.dumps({"images": [f"data:image/jpeg;base64,{base64.b64encode(photo).decode()}"]})
+            return Body(text.encode(), "application/json")
+        case _:
+            form = httpx.Request("POST", "http://form", files={"file": ("photo.jpg", photo, "image/jpeg")})
+            return Body(form.read(), form.headers["content-type"])
+
+
+def _run_load(url: str, body: Body, clients: int, seconds: float, report_to: Connection) -> None:
+    """The load's process: say when it begins, keep every client busy, say what came of it."""
+    report_to.send(None)
+    start = time.perf_counter()
+    num_images = asyncio.run(_keep_posting(url, body, clients, start + seconds))
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    report_to.send(LoadResult(num_images, (usage.ru_utime + usage.ru_stime) / (time.perf_counter() - start)))
+
+
+async def _keep_posting(url: str, body: Body, clients: int, deadline: float) -> int:
+    """Post from every client until the deadline. Returns the images that were answered before it."""
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+
+    async def keep_posting(client: httpx.AsyncClient) -> int:
+        num_images = 0
+        while time.perf_counter() < deadline:
+            response = await client.post("/embed", content=body.content, headers={"content-type": body.content_type})
+            response.raise_for_status()
+            num_images += time.perf_counter() <= deadline
+        return num_images
+
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=120.0, trust_env=False) as client:
+        return sum(await asyncio.gather(*(keep_posting(client) for _ in range(clients))))
+
+
+def _poll(url: str, seconds: float) -> Sequence[Poll]:
+    """Ask every 20 ms over one connection."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    polls: list[Poll] = []
+    due = time.perf_counter()
+    deadline = due + seconds
+    while due < deadline:
+        late_s = 0.0
+        if (early_s := due - time.perf_counter()) > 0:
+            time.sleep(early_s)
+            late_s = time.perf_counter() - due  # the kernel's doing, not the server's
+        connection.request("GET", "/health/live")
+        response = connection.getresponse()
+        response.read()
+        if response.status != 200:
+            raise RuntimeError(f"/health/live answered {response.status}")
+        polls.append(Poll((time.perf_counter() - due - late_s) * 1e3, late_s * 1e3))
+        due += _INTERVAL_S
+    connection.close()
+    return polls
+
+
+def _cpu_s(server: Server) -> dict[str, float]:
+    times = {name: process.cpu_times() for name, process in server.processes().items()}
+    return {name: each.user + each.system for name, each in times.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
