@@ -56,8 +56,9 @@ def kill_group(agent_pid: int, *, timeout_s: float = 10.0) -> None:
             os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + timeout_s
     _wait_until(lambda: _has_ended(agent_pid), deadline)
-    # Its orphans are this process's now. A dead one has no environment left, but torchrun made it lead a session.
-    ranks |= {pid for pid in _children(os.getpid()) if pid != agent_pid and _session(pid) == pid and _is_zombie(pid)}
+    # Its orphans are this process's now. A dying one has no environment left, but torchrun made it lead a session.
+    orphans = (pid for pid in _children(os.getpid()) if pid != agent_pid and _session(pid) == pid)
+    ranks |= {pid for pid in orphans if not _read(pid, "environ")}
     _wait_until(lambda: all(_is_over(pid) for pid in ranks), deadline)
 
 

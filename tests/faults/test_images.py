@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from faulty_worker import CRASHES, HANGS, NOT_FINITE, RAISES
+from faulty_worker import CRASHES, HANGS, IS_SLOW, NOT_FINITE, RAISES
 from load import HEADERS, OPTIONS, Load, Reference, embed, plain
 from server import Server
 
 
 @pytest.fixture(scope="module")
 def server(start_faulty: Callable[..., Server]) -> Server:
-    return start_faulty("--stall-timeout-s=2").wait_ready()
+    return start_faulty("--stall-timeout-s=1.5").wait_ready()
 
 
 def error_of(response: httpx.Response) -> tuple[int, str]:
@@ -87,9 +87,9 @@ def test_out_of_memory_is_no_crash(
 def test_a_deadline_ends_a_request_in_time_and_takes_it_out_of_the_queue(
     start_faulty: Callable[..., Server], reference: Reference, settles: Callable[[Server], None]
 ) -> None:
-    server = start_faulty("--stall-timeout-s=6", "--batches-in-flight=1").wait_ready()
+    server = start_faulty("--batches-in-flight=1").wait_ready()
     with ThreadPoolExecutor(4) as clients:
-        stuck = clients.submit(embed, server.client, plain(HANGS))
+        slow = clients.submit(embed, server.client, plain(IS_SLOW))
         time.sleep(1)
         dropped = server.metric("patchgrid_images_dropped_total", where="queue")
         late = [clients.submit(embed, server.client, reference.images[0], **{"x-timeout-ms": "300"}) for _ in range(2)]
@@ -98,7 +98,7 @@ def test_a_deadline_ends_a_request_in_time_and_takes_it_out_of_the_queue(
             assert error_of(response.result()) == (504, "deadline_exceeded")
         assert server.metric("patchgrid_images_dropped_total", where="queue") == dropped + 2
         reference.check(1, patient.result())
-        assert error_of(stuck.result()) == (500, "image_crashed_encoder")
+        assert slow.result().status_code == 200
     settles(server)
     assert server.end() == 0
 
