@@ -72,6 +72,17 @@ def open_checkpoint(model: str) -> Checkpoint:
     raise CheckpointError(f"{model} is not {', '.join(_SEEDED)}, a folder or file that exists, or a hub id (org/name)")
 
 
+def open_config(model: str) -> VisionConfig:
+    """The config of a model, named as for `open_checkpoint`; of a hub id, config.json is all that is downloaded.
+
+    Raises:
+        CheckpointError, ConfigError: as `open_checkpoint`.
+    """
+    if Path(model).expanduser().exists() or not _HUB_ID.fullmatch(model):
+        return open_checkpoint(model).config
+    return load_config(_download(model, _CONFIG))
+
+
 def tensor_shapes(config: VisionConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the tower by its released name, with its shape.
 
@@ -161,21 +172,27 @@ def _timm_config(file: Path, shapes: dict[str, tuple[int, ...]]) -> VisionConfig
 
 def _download_tower(repo: str) -> Path:
     """Fetch what of a hub repository holds the tower, all of one commit, and return its folder in the local cache."""
+    folder = _download(repo, _CONFIG).parent
+    commit = folder.name
     try:
-        folder = Path(hf_hub_download(repo, _CONFIG)).parent
-        commit = folder.name
-        try:
-            index = Path(hf_hub_download(repo, _INDEX, revision=commit))
-        except EntryNotFoundError:
-            hf_hub_download(repo, _WHOLE, revision=commit)
-            return folder
-        for shard in _tower_shards(index, load_config(folder)):
-            hf_hub_download(repo, shard, revision=commit)
+        index = _download(repo, _INDEX, commit)
+    except EntryNotFoundError:
+        _download(repo, _WHOLE, commit)
+        return folder
+    for shard in _tower_shards(index, load_config(folder)):
+        _download(repo, shard, commit)
+    return folder
+
+
+def _download(repo: str, file: str, commit: str | None = None) -> Path:
+    try:
+        return Path(hf_hub_download(repo, file, revision=commit))
     except (OSError, EntryNotFoundError, HFValidationError) as error:
+        if file == _INDEX and isinstance(error, EntryNotFoundError):
+            raise
         raise CheckpointError(
             f"there is no folder {repo} here, and as a hub id it cannot be fetched: {error}"
         ) from error
-    return folder
 
 
 def _tower_shards(index: Path, config: VisionConfig) -> tuple[str, ...]:

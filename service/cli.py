@@ -7,6 +7,7 @@ this project's: Dask, for one, has a package named `distributed`.
 import argparse
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +76,7 @@ def _serve(argv: Sequence[str]) -> int:
 
 
 def _plan(argv: Sequence[str]) -> int:
-    from encoder.checkpoint import CheckpointError, open_checkpoint
+    from encoder.checkpoint import CheckpointError, open_config
     from encoder.config import ConfigError
     from encoder.geometry import PlanError, plan
     from encoder.image import ImageError, read_canvas
@@ -91,8 +92,10 @@ def _plan(argv: Sequence[str]) -> int:
         "--dump", type=Path, metavar="F.safetensors", help="save each file's patches, bfloat16, (patches, 588)"
     )
     options = parser.parse_args(argv)
+    if options.dump and all(_SIZE.fullmatch(name) for name in options.images):
+        parser.error("--dump saves the patches of files, and there are sizes only")
     try:
-        config = open_checkpoint(options.model).config
+        config = open_config(options.model)
     except (CheckpointError, ConfigError) as error:
         parser.exit(1, f"patchgrid plan: error: {error}\n")
 
@@ -158,6 +161,9 @@ def _embed(argv: Sequence[str]) -> int:
         "--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="(default: %(default)s)"
     )
     parser.add_argument("--timeout-s", type=float, default=300.0, help="(default: %(default)s)")
+    parser.add_argument(
+        "--api-key", default=os.environ.get("PATCHGRID_API_KEY"), help="(default: environment PATCHGRID_API_KEY)"
+    )
     options = parser.parse_args(argv)
     try:
         tensors = embed_files(
@@ -167,9 +173,11 @@ def _embed(argv: Sequence[str]) -> int:
             layout=options.layout,
             dtype=options.dtype,
             timeout_s=options.timeout_s,
+            api_key=options.api_key,
         )
     except OSError as error:
-        print(f"patchgrid embed: error: {error.filename}: {_reason(error)}", file=sys.stderr)
+        where = error.filename or options.output
+        print(f"patchgrid embed: error: {where}: {_reason(error)}", file=sys.stderr)
         return 1
     except ClientError as error:
         print(f"patchgrid embed: error: {error}", file=sys.stderr)

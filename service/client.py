@@ -46,7 +46,7 @@ class _Refusal(msgspec.Struct):
 
 
 def embed_files(
-    files: Sequence[Path], output: Path, *, url: str, layout: str, dtype: str, timeout_s: float
+    files: Sequence[Path], output: Path, *, url: str, layout: str, dtype: str, timeout_s: float, api_key: str | None
 ) -> list[SavedTensor]:
     """Embed images at a server and save the answer, a safetensors file with tensors "0", "1", ... in the files' order.
 
@@ -57,10 +57,11 @@ def embed_files(
     if not _is_http(url):
         raise ClientError(f"{url} is not an http:// or https:// URL")
     boundary = uuid.uuid4().hex
+    authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     request = urllib.request.Request(  # noqa: S310
         f"{url.rstrip('/')}/embed",
         data=_form(files, {"layout": layout, "dtype": dtype}, boundary),
-        headers={"Content-Type": f"{MULTIPART}; boundary={boundary}", "Accept": SAFETENSORS},
+        headers={"Content-Type": f"{MULTIPART}; boundary={boundary}", "Accept": SAFETENSORS, **authorization},
     )
     partial = output.with_name(f".{output.name}.{boundary}")
     try:
