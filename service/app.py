@@ -59,6 +59,7 @@ def _bare_app() -> FastAPI:
         version=importlib.metadata.version("patchgrid"),
         description="Images in, the rows of the DeepSeek-V4 / V4.1 vision tower out.",
         redoc_url=None,
+        redirect_slashes=False,  # Starlette would send clients to whatever host they named
     )
     install_error_handling(app)
     return app

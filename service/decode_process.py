@@ -9,6 +9,7 @@ once, then for each image `Encoded`, with the file's bytes. From here: `Ready` o
 """
 
 import contextlib
+import logging
 import os
 import resource
 import signal
@@ -119,7 +120,8 @@ def _confine(limit_pixels: int) -> None:
 
 
 def _silence_libraries() -> None:
-    """Keep what C libraries have to say of an image out of the log, and Python's tracebacks in it."""
+    """Keep what libraries have to say of an image out of the log, and Python's tracebacks in it."""
+    logging.disable()
     sys.stderr = os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1)
     with Path(os.devnull).open("wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)

@@ -147,7 +147,7 @@ def decode_base64(text: str) -> bytes:
 async def _read_body(request: Request, limit_bytes: int, timeout_s: float) -> bytes:
     too_large = ServiceError("body_too_large", f"the body is larger than {limit_bytes} bytes")
     claimed = request.headers.get("content-length", "")
-    if claimed.isdecimal() and len(claimed) < 20 and int(claimed) > limit_bytes:
+    if claimed.isdecimal() and (len(claimed) > 20 or int(claimed) > limit_bytes):
         raise too_large  # before it is uploaded
     body = io.BytesIO()
     try:

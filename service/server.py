@@ -22,6 +22,7 @@ from service.access import load_keys
 from service.admission import Admission
 from service.app import create_app, create_probe_app
 from service.fetch import Fetcher
+from service.http_protocol import bounded_http
 from service.parts import Foundation, Parts, assemble, launch_options
 from service.run_dir import private_run_dir
 from service.settings import Settings
@@ -38,10 +39,11 @@ _HANG_UP_S = 5  # for answers that were made and are not read
 class HttpServer(uvicorn.Server):
     """uvicorn, with signals left to `_run`: it stops the group too, and decides on the exit code."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, settings: Settings) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
+                http=bounded_http(settings.receive_timeout_s),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -106,8 +108,8 @@ def _tell(foundation: Foundation) -> None:
 
 
 async def _run(parts: Parts, listener: socket.socket, prober: socket.socket | None) -> int:
-    http = HttpServer(create_app(parts))
-    probes = HttpServer(create_probe_app(parts)) if prober is not None else None
+    http = HttpServer(create_app(parts), parts.settings)
+    probes = HttpServer(create_probe_app(parts), parts.settings) if prober is not None else None
     signals = _catch_signals()
     supervising = asyncio.create_task(parts.supervisor.run())
     batching = asyncio.create_task(parts.batcher.run())
