@@ -164,12 +164,19 @@ class Health(_Answer):
 
 
 class Limits(_Answer):
-    """The most that one request may hold."""
+    """The most that one request may hold or take, and the most that all may."""
 
     body_bytes: int
     images_per_request: int
     image_bytes: int
     image_pixels: int
+    decoding_requests: int
+    queue_patches: int
+    held_bytes: int
+    request_timeout_s: float
+    receive_timeout_s: float
+    decode_timeout_s: float
+    fetch_timeout_s: float
 
 
 class Info(_Answer):
