@@ -141,6 +141,7 @@ def main() -> int:
             "--rank-timeout-s=3",
             "--stall-timeout-s=5",
             "--restart-limit=100000",
+            "--cache-bytes=0",
             env=dict(os.environ, PYTHONPATH=str(SUPPORT)),
         )
         try:

@@ -23,13 +23,18 @@ def canvas_digest(canvas: Canvas, *, key: str) -> str:
     return _digest(b"patchgrid.canvas", key, header, canvas.pixels.data)
 
 
+def file_digest(data: bytes | memoryview, *, key: str) -> str:
+    """64 hexadecimal digits of an encoded image, byte for byte; `key` as for `canvas_digest`."""
+    return _digest(b"patchgrid.file", key, data)
+
+
 def content_id(
     digest: str, *, fingerprint: str, profile: ImageProfile, layout: Layout, dtype: RowDtype, key: str
 ) -> str:
     """The id of one image's rows, 64 hexadecimal digits.
 
     Args:
-        digest: the canvas's.
+        digest: the canvas's, or that of the file from which this profile makes it.
         fingerprint: of the weights, the config and the dtype that the tower computes in.
         profile, layout, dtype: as they were asked for.
         key: as for `canvas_digest`.

@@ -60,6 +60,10 @@ class Metrics:
         self.images_quarantined_total = counter("images_quarantined_total", "Images found to crash the ranks.")
         self.in_progress_requests = gauge("in_progress_requests", "Requests that were let in and are not answered.")
         self.held_bytes = gauge("held_bytes", "Bytes of bodies, canvases and rows held for requests.")
+        self.cache_lookups_total = counter("cache_lookups_total", "Images by how their rows were come by.", "result")
+        self.cache_evictions_total = counter("cache_evictions_total", "Images whose rows made room for others.")
+        self.cache_bytes = gauge("cache_bytes", "Bytes of rows that are kept.")
+        self.cache_images = gauge("cache_images", "Images whose rows are kept.")
         self.batch_size_patches = histogram("batch_size_patches", "Patches in a batch.", _PATCHES_BUCKETS)
         self.stage_seconds = histogram("stage_seconds", "Time in each stage.", _SECONDS_BUCKETS, "stage")
         self.rank_patches_total = counter("rank_patches_total", "Patches encoded by each rank.", "rank")
@@ -70,6 +74,8 @@ class Metrics:
         # A series that is there from the start, at 0, is one that a rate or an alert can be built on.
         for outcome in ("ok", "disconnected", *ERRORS):
             self.requests_total.labels(outcome)
+        for result in ("known_file", "known_image", "joined", "computed"):
+            self.cache_lookups_total.labels(result)
         for where in ("queue", "flight"):
             self.images_dropped_total.labels(where)
         for stage in get_args(Stage):

@@ -10,6 +10,7 @@ from distributed.launcher import LaunchOptions
 from encoder.checkpoint import Checkpoint
 from service.admission import Admission
 from service.batcher import Batcher
+from service.cache import RowCache
 from service.decode import DecodePool
 from service.errors import ServiceError
 from service.fetch import Fetcher
@@ -98,7 +99,8 @@ def assemble(foundation: Foundation, run_dir: Path) -> Parts:
         metrics=metrics,
     )
     pool = DecodePool(settings, config, metrics)
-    pipeline = Pipeline(settings, pool, batcher, supervisor, quarantine, metrics)
+    cache = RowCache(settings.cache_bytes, metrics)
+    pipeline = Pipeline(settings, pool, cache, batcher, supervisor, quarantine, metrics)
     return Parts(foundation, metrics, supervisor, batcher, admission, pool, pipeline)
 
 

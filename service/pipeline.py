@@ -4,11 +4,14 @@ All images of a request go their way side by side and share batches with everyon
 fails its request and no other.
 """
 
+from functools import partial
+
 from service.admission import Ticket
-from service.batcher import Batcher
+from service.batcher import Batcher, ImageRows
+from service.cache import KnownFile, RowCache
 from service.decode import DecodePool
 from service.errors import ServiceError
-from service.identity import canvas_digest, content_id
+from service.identity import canvas_digest, content_id, file_digest
 from service.intake import EmbedJob
 from service.ledger import image_crashed_encoder
 from service.metrics import Metrics
@@ -26,12 +29,14 @@ class Pipeline:
         self,
         settings: Settings,
         pool: DecodePool,
+        cache: RowCache,
         batcher: Batcher,
         supervisor: Supervisor,
         quarantine: Quarantine,
         metrics: Metrics,
     ) -> None:
         self._pool = pool
+        self._cache = cache
         self._batcher = batcher
         self._supervisor = supervisor
         self._quarantine = quarantine
@@ -49,40 +54,58 @@ class Pipeline:
         assert hello is not None, "admitted before"
         if job.layout not in hello.layouts:
             raise ServiceError("layout_unavailable", f"this model's weights lack the vectors that {job.layout} needs")
-        fingerprint = hello.ranks[0].fingerprint
+        make_id = partial(
+            content_id,
+            fingerprint=hello.ranks[0].fingerprint,
+            profile=self._profile,
+            layout=job.layout,
+            dtype=job.dtype,
+            key=self._key,
+        )
         undecoded = set(range(len(job.images)))
 
-        async def embed_one(index: int) -> EmbeddedImage:
-            canvas = await self._pool.canvas(job.images[index], index)
+        def is_decoded(index: int) -> None:
             undecoded.discard(index)
-            ticket.hold(canvas.pixels.nbytes)
             if not undecoded:
                 ticket.finish_decoding()
+
+        async def embed_one(index: int) -> EmbeddedImage:
+            file_id = ""
+            if self._cache.keeps:
+                file_id = make_id(await self._pool.run(file_digest, job.images[index], key=self._key))
+                if (recalled := self._cache.recall(file_id)) is not None:
+                    is_decoded(index)
+                    known, rows = recalled
+                    return _embedded(known, rows, job.client_ids[index], cached=True)
+            canvas = await self._pool.canvas(job.images[index], index)
+            is_decoded(index)
+            ticket.hold(canvas.pixels.nbytes)
             digest = await self._pool.run(canvas_digest, canvas, key=self._key)
             if digest in self._quarantine:
                 raise image_crashed_encoder().at(index)
+            known = KnownFile(make_id(digest), canvas.plan)
+            compute = partial(self._batcher.submit, canvas, digest, job.layout, job.dtype)
             try:
-                rows = await self._batcher.submit(canvas, digest, job.layout, job.dtype)
+                rows, cached = await self._cache.rows(known.image_id, compute)
             except ServiceError as error:
                 raise error.at(index) from error
             ticket.hold(rows.data.nbytes)
-            return EmbeddedImage(
-                id=content_id(
-                    digest,
-                    fingerprint=fingerprint,
-                    profile=self._profile,
-                    layout=job.layout,
-                    dtype=job.dtype,
-                    key=self._key,
-                ),
-                plan=canvas.plan,
-                shape=(rows.num_rows, rows.width),
-                data=rows.data,
-                client_id=job.client_ids[index],
-            )
+            self._cache.remember(file_id, known)
+            return _embedded(known, rows, job.client_ids[index], cached=cached)
 
         images = await all_or_nothing([embed_one(index) for index in range(len(job.images))])
         self._metrics.images_total.inc(len(images))
         self._metrics.patches_total.inc(sum(image.plan.num_patches for image in images))
         self._metrics.rows_total.inc(sum(image.shape[0] for image in images))
         return images
+
+
+def _embedded(known: KnownFile, rows: ImageRows, client_id: str | None, *, cached: bool) -> EmbeddedImage:
+    return EmbeddedImage(
+        id=known.image_id,
+        plan=known.plan,
+        shape=(rows.num_rows, rows.width),
+        data=rows.data,
+        cached=cached,
+        client_id=client_id,
+    )

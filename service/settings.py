@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 ENV_PREFIX = "PATCHGRID_"
@@ -83,6 +83,10 @@ class Settings(BaseSettings):
     )
     decode_processes: PositiveInt | None = Field(
         default=None, description=f"processes that decode images; without it, one per core, at most {_MAX_DECODERS}"
+    )
+
+    cache_bytes: NonNegativeInt = Field(
+        default=512 * _MIB, description="bytes of rows that are kept for images that come again; 0 keeps none"
     )
 
     api_keys: SecretStr | None = Field(

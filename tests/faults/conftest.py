@@ -28,6 +28,7 @@ def start_faulty(goldens: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
             "--worker-module=faulty_worker",
             "--rank-timeout-s=2",
             "--restart-limit=1000",
+            "--cache-bytes=0",  # every answer is to come from the ranks
             "--drain-pause-s=0.2",
             *flags,
             env=dict(os.environ, PYTHONPATH=str(SUPPORT), **environment),
