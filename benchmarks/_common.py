@@ -34,7 +34,7 @@ class Server:
     def __init__(self, *flags: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the server has ended)
         self.started_at = time.perf_counter()
-        self.process = subprocess.Popen(  # noqa: S603
+        self.process = subprocess.Popen(
             [sys.executable, "-m", "service.cli", "serve", "--port=0", *flags],
             stdin=subprocess.DEVNULL,
             stdout=self._log,

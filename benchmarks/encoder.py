@@ -30,10 +30,10 @@ _MIXES: dict[str, tuple[Size, ...]] = {
         (1920, 1080),
         (640, 480),
         (500, 333),
-        (1280, 720),
-        (300, 300),
         (1024, 1024),
+        (300, 300),
         (1080, 1920),
+        (1280, 720),
         (1700, 2200),
     ),
 }
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=list(_DTYPES), default=["bfloat16"])
     parser.add_argument("--mix", nargs="+", choices=list(_MIXES), default=list(_MIXES))
     parser.add_argument("--caps", nargs="+", type=int, default=[2560, 8192], help="most patches in one packed forward")
-    parser.add_argument("--images", type=int, default=8, help="images in each mix")
+    parser.add_argument("--images", type=int, default=6, help="images in each mix")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=340.0, help="no round begins that would end later than this")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")

@@ -24,6 +24,7 @@ from service.supervisor import GroupState, Supervisor, SupervisorOptions
 
 _RETRY_STARTING_S = 5
 _RETRY_ENDING_S = 1
+_INVARIANT_BATCH_PATCHES = 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def assemble(foundation: Foundation, run_dir: Path) -> Parts:
     batcher = Batcher(
         supervisor.encode,
         metrics,
-        budget_patches=lambda: settings.max_patches_per_batch or supervisor.patches_per_round,
+        budget_patches=lambda: settings.max_patches_per_batch or _batch_patches(settings, supervisor),
         slots=settings.batches_in_flight,
         limit_queue_patches=settings.limit_queue_patches,
     )
@@ -115,11 +116,16 @@ def launch_options(foundation: Foundation) -> LaunchOptions:
         device=settings.device,
         dtype=settings.dtype,
         attention=settings.attention,
-        max_patches_per_forward=settings.max_patches_per_forward,
+        max_patches_per_forward=1 if settings.batch_invariant else settings.max_patches_per_forward,
         collective_timeout_s=settings.collective_timeout_s,
         stall_timeout_s=settings.stall_timeout_s,
         worker_module=settings.worker_module,
     )
+
+
+def _batch_patches(settings: Settings, supervisor: Supervisor) -> int:
+    """Patches of a batch: a forward of every rank, or where a forward is one image, enough of them to share out."""
+    return _INVARIANT_BATCH_PATCHES if settings.batch_invariant else supervisor.patches_per_round
 
 
 def _supervisor_options(settings: Settings) -> SupervisorOptions:

@@ -71,6 +71,11 @@ class Settings(BaseSettings):
     id_key: SecretStr | None = Field(
         default=None, description="secret that image ids are keyed with; without it anyone can compute them"
     )
+    batch_invariant: bool = Field(
+        default=False,
+        description="an image's rows are the same bytes whatever shares its batch and whichever rank runs it: "
+        "one image in a forward, max-patches-per-forward notwithstanding",
+    )
     max_patches_per_forward: PositiveInt | None = Field(
         default=None, description="most patches in one forward pass of a rank; without it, what suits the device"
     )
