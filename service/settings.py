@@ -31,6 +31,7 @@ class Settings(BaseSettings):
         frozen=True,
         cli_prog_name="patchgrid serve",
         cli_kebab_case=True,
+        cli_implicit_flags=True,
         cli_hide_none_type=True,
         cli_avoid_json=True,
         cli_show_env_vars=True,
