@@ -1,0 +1,138 @@
+"""The full-size tower on one GPU: parity of the attention backends, speed, share of the matrix rate, memory.
+
+    python -m benchmarks.gpu [--model random:deepseek_v4] [--seconds 20] [--json FILE]
+
+Speeds are those of whole forwards, from canvases in host memory to rows on the device. The matrix rate is that of one
+large bfloat16 product on the same device in the same sitting; arithmetic is that of linear layers, attention, aligner.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from encoder.attention import ATTENTIONS, AttentionUnavailable
+from encoder.checkpoint import open_checkpoint
+from encoder.config import VisionConfig
+from encoder.geometry import Plan, plan
+from encoder.tower import Tower
+from encoder.weights import load_weights
+
+SIZES = [(1920, 1080), (1280, 720), (1024, 1024), (640, 480), (500, 333), (300, 300), (1080, 1920), (1700, 2200)]
+IMAGES = 64
+PARITY_IMAGES = 8
+TOLERANCE = 2e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    what: str
+    figure: str
+
+
+def matrix_rate(device: torch.device) -> float:
+    """Arithmetic per second of a large bfloat16 matrix product."""
+    side = 8192
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = per_call(lambda: a @ b, 2.0)
+    return 2 * side**3 / seconds
+
+
+def per_call(call: Callable[[], object], at_least_s: float) -> float:
+    """Seconds per call, the device's work included, after two calls to warm up."""
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    calls, started = 0, time.perf_counter()
+    while time.perf_counter() - started < at_least_s:
+        call()
+        torch.cuda.synchronize()
+        calls += 1
+    return (time.perf_counter() - started) / calls
+
+
+def arithmetic(config: VisionConfig, plans: Sequence[Plan]) -> float:
+    """Floating-point operations of the tower over these images."""
+    width, layers = config.width, config.num_layers
+    per_patch = 2 * width * config.patch_dim + layers * 2 * width * (4 * width + 3 * config.mlp_width)
+    per_row = 2 * config.out_width * (width * config.merge_ratio**2 + config.out_width)
+    return sum(
+        each.num_patches * per_patch + each.num_rows * per_row + 4 * each.num_patches**2 * width * layers
+        for each in plans
+    )
+
+
+def canvases(plans: Sequence[Plan]) -> list[Tensor]:
+    """Noise canvases."""
+    rng = np.random.default_rng(0)
+    shapes = [(each.resized[1], each.resized[0], 3) for each in plans]
+    return [torch.from_numpy(rng.integers(0, 256, shape, dtype=np.uint8)) for shape in shapes]
+
+
+def run(model: str, seconds: float) -> tuple[list[Row], bool]:
+    """All measurements, and whether the backends agree."""
+    device = torch.device("cuda")
+    checkpoint = open_checkpoint(model)
+    config, weights = checkpoint.config, load_weights(checkpoint)
+    plans = [plan(config, *SIZES[index % len(SIZES)]) for index in range(IMAGES)]
+    images, patches = canvases(plans), sum(each.num_patches for each in plans)
+    layouts = ["rows"] * IMAGES
+    rows = [Row("device", f"{torch.cuda.get_device_name()}, torch {torch.__version__}")]
+    rate = matrix_rate(device)
+    rows.append(Row("bfloat16 matrix product", f"{rate / 1e12:.0f} TFLOP/s"))
+    exact = Tower(config, weights, device=device, dtype=torch.float32, attention="sdpa")
+    expected = exact.encode(images[:PARITY_IMAGES], layouts[:PARITY_IMAGES]).cpu()
+    del exact
+    agree = True
+    for name in ATTENTIONS:
+        try:
+            tower = Tower(config, weights, device=device, dtype=torch.bfloat16, attention=name)
+        except AttentionUnavailable as error:
+            rows.append(Row(name, str(error)))
+            continue
+        found = tower.encode(images[:PARITY_IMAGES], layouts[:PARITY_IMAGES]).float().cpu()
+        difference = float((found - expected).norm() / expected.norm())
+        agree = agree and difference < TOLERANCE
+        rows.append(Row(f"{name}: difference from float32", f"{difference:.1e}"))
+        torch.cuda.reset_peak_memory_stats()
+        packed = per_call(lambda tower=tower: tower.encode(images, layouts), seconds / 4)  # type: ignore[misc]
+        share = arithmetic(config, plans) / packed / rate
+        memory = torch.cuda.max_memory_allocated() / 2**30
+        tower.max_patches_per_forward = 1
+        alone = per_call(lambda tower=tower: tower.encode(images, layouts), seconds / 4)  # type: ignore[misc]
+        rows.append(Row(f"{name}: packed", f"{patches / packed:,.0f} patches/s, {IMAGES / packed:.1f} images/s"))
+        rows.append(Row(f"{name}: share of the matrix rate", f"{share:.0%}"))
+        rows.append(Row(f"{name}: against image by image", f"{alone / packed:.2f}x"))
+        rows.append(Row(f"{name}: peak memory", f"{memory:.1f} GiB"))
+    return rows, agree
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__)
+    parser.add_argument("--model", default="random:deepseek_v4")
+    parser.add_argument("--seconds", type=float, default=20.0, help="measuring time for each backend")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device")
+        return 1
+    rows, agree = run(arguments.model, arguments.seconds)
+    print("| what | figure |\n|---|---|")
+    for row in rows:
+        print(f"| {row.what} | {row.figure} |")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({row.what: row.figure for row in rows}, indent=1))
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
