@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ["scripts/serve", "scripts/test", "scripts/check", ".ci/run"]
+SCRIPTS = ["scripts/serve", "scripts/test", "scripts/check", "scripts/soak", "scripts/corpus_check", ".ci/run"]
 
 
 def git(*arguments: str) -> list[str]:

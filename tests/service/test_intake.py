@@ -30,7 +30,7 @@ SETTINGS = Settings(
     limit_body_bytes=LIMIT_BODY,
     limit_images_per_request=4,
     limit_image_bytes=2_000,
-    request_timeout_s=0.5,
+    receive_timeout_s=0.5,
 )
 
 IMAGE = bytes(range(256)) + b"\xfb\xff"  # base64 of it has both + and /
@@ -388,7 +388,7 @@ def test_what_is_wrong_with_a_field_is_told_in_our_words(
 
 @pytest.mark.parametrize("item", ["[],", "{},", "1,", '"",', "[[[[[[[["])
 def test_a_body_of_tiny_things_is_refused_at_once(pool: DecodePool, item: str) -> None:
-    settings = SETTINGS.model_copy(update={"limit_body_bytes": 2**25, "request_timeout_s": 60.0})
+    settings = SETTINGS.model_copy(update={"limit_body_bytes": 2**25, "receive_timeout_s": 60.0})
     body = b'{"images":[' + item.encode() * (2**24 // len(item)) + b'""]}'
 
     async def ask() -> httpx.Response:
@@ -598,7 +598,7 @@ def test_an_endless_chunked_upload_is_cut_off(pool: DecodePool) -> None:
 
 def test_the_event_loop_keeps_ticking_while_large_bodies_are_parsed(pool: DecodePool) -> None:
     settings = SETTINGS.model_copy(
-        update={"limit_body_bytes": 2**26, "limit_image_bytes": 2**25, "request_timeout_s": 60.0}
+        update={"limit_body_bytes": 2**26, "limit_image_bytes": 2**25, "receive_timeout_s": 60.0}
     )
     body = b'{"images": ["' + b"QUJD" * (2**25 // 4) + b'"]}'
 
