@@ -1,4 +1,4 @@
-"""`patchgrid serve | plan | embed`: the command line.
+"""`patchgrid serve | plan | embed | bench`: the command line.
 
 Invariant: nothing but the standard library is imported until it is sure that `encoder`, `distributed` and `service` are
 this project's: Dask, for one, has a package named `distributed`.
@@ -26,6 +26,7 @@ commands:
   serve   serve a vision tower over HTTP
   plan    print what images or sizes come to: grids, tokens, rows
   embed   send images to a server and save their rows
+  bench   send a server a load and print how it bears it
 
 `patchgrid COMMAND --help` says more."""
 
@@ -188,11 +189,100 @@ def _embed(argv: Sequence[str]) -> int:
     return 0
 
 
+def _bench(argv: Sequence[str]) -> int:
+    import json
+    import secrets
+    from dataclasses import asdict
+
+    from service.bench import Load, render_report, run_load, show_progress
+    from service.bench_images import MIXED_SIZES, Photos
+    from service.client import ClientError
+
+    parser = argparse.ArgumentParser("patchgrid bench", description="Send a server a load and print how it bears it.")
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8100", help="the server (default: %(default)s)")
+    parser.add_argument(
+        "--clients", type=_count, help="requests in flight at most (default: 8; with --rate, 64 and the load is open)"
+    )
+    parser.add_argument("--rate", type=_amount, metavar="IMAGES/S", help="images that fall due, answered or not")
+    parser.add_argument("--images", type=_count, help="end after so many (default without --seconds: 64)")
+    parser.add_argument("--seconds", type=_amount, help="end after so long")
+    parser.add_argument("--per-request", type=_count, default=1, metavar="IMAGES", help="(default: %(default)s)")
+    parser.add_argument(
+        "--sizes", type=_sizes, default=MIXED_SIZES, metavar="WxH,...", help="of the images (default: eight, mixed)"
+    )
+    parser.add_argument("--same", action="store_true", help="the same images over and over: what the cache is worth")
+    parser.add_argument("--seed", type=int, help="of the images and of when they are due (default: another each time)")
+    parser.add_argument("--layout", default="rows", choices=("rows", "v4", "v41"), help="(default: %(default)s)")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="(default: %(default)s)"
+    )
+    parser.add_argument("--timeout-s", type=_amount, default=300.0, help="(default: %(default)s)")
+    parser.add_argument(
+        "--api-key", default=os.environ.get("PATCHGRID_API_KEY"), help="(default: environment PATCHGRID_API_KEY)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="save the load and the figures")
+    options = parser.parse_args(argv)
+    load = Load(
+        url=options.url,
+        clients=options.clients or (8 if options.rate is None else 64),
+        rate=options.rate,
+        images=64 if options.images is None and options.seconds is None else options.images,
+        seconds=options.seconds,
+        per_request=options.per_request,
+        layout=options.layout,
+        dtype=options.dtype,
+        # A seed that the server has seen is a load that it knows by heart.
+        seed=secrets.randbits(32) if options.seed is None else options.seed,
+        timeout_s=options.timeout_s,
+        api_key=options.api_key,
+    )
+    try:
+        report = run_load(load, Photos(options.sizes, seed=load.seed, same=options.same), on_progress=show_progress)
+    except ClientError as error:
+        print(f"patchgrid bench: error: {error}", file=sys.stderr)
+        return 1
+    show_progress(None)
+    print(render_report(load, report))
+    if options.json:
+        told = {name: value for name, value in asdict(load).items() if name != "api_key"}
+        try:
+            options.json.write_text(json.dumps({"load": told, "report": asdict(report)}, indent=2) + "\n")
+        except OSError as error:
+            print(f"patchgrid bench: error: {options.json}: {_reason(error)}", file=sys.stderr)
+            return 1
+    return 1 if report.errors else 0
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def _amount(text: str) -> float:
+    if not 0 < (number := float(text)) < float("inf"):
+        raise ValueError
+    return number
+
+
+def _sizes(text: str) -> tuple[tuple[int, int], ...]:
+    sizes = [_SIZE.fullmatch(part) for part in text.split(",")]
+    found = tuple((int(size[1]), int(size[2])) for size in sizes if size and int(size[1]) and int(size[2]))
+    if len(found) < len(sizes):
+        raise ValueError
+    return found
+
+
 def _reason(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
-_COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"serve": _serve, "plan": _plan, "embed": _embed}
+_COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "serve": _serve,
+    "plan": _plan,
+    "embed": _embed,
+    "bench": _bench,
+}
 
 
 if __name__ == "__main__":
