@@ -90,9 +90,11 @@ def test_a_deadline_ends_a_request_in_time_and_takes_it_out_of_the_queue(
     server = start_faulty("--batches-in-flight=1").wait_ready()
     with ThreadPoolExecutor(4) as clients:
         slow = clients.submit(embed, server.client, plain(IS_SLOW))
-        time.sleep(1)
+        while server.metric("patchgrid_batch_size_patches_count") == 0:
+            time.sleep(0.05)
         dropped = server.metric("patchgrid_images_dropped_total", where="queue")
-        late = [clients.submit(embed, server.client, reference.images[0], **{"x-timeout-ms": "300"}) for _ in range(2)]
+        soon = {"x-timeout-ms": "3000"}
+        late = [clients.submit(embed, server.client, reference.images[index], **soon) for index in (2, 3)]
         patient = clients.submit(embed, server.client, reference.images[1])
         for response in late:
             assert error_of(response.result()) == (504, "deadline_exceeded")

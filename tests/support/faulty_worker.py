@@ -39,7 +39,7 @@ def encode(self: Tower, canvases: Sequence[Tensor], layouts: Sequence[Layout]) -
     if any(is_plain(canvas, HANGS) for canvas in canvases):
         time.sleep(3600)
     if any(is_plain(canvas, IS_SLOW) for canvas in canvases):
-        time.sleep(3)
+        time.sleep(8)
     rows = _encode(self, canvases, layouts)
     if any(is_plain(canvas, NOT_FINITE) for canvas in canvases):
         assert len(canvases) == 1, "send it alone: which rows would be its own?"
