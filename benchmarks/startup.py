@@ -16,6 +16,7 @@ from benchmarks._common import Server, describe_machine, draw_photo, report
 
 # What is embedded before the second look at memory: one request with all, so that they share a batch if they can.
 _SIZES = ((1920, 1080), (640, 480), (500, 333), (300, 300))
+_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,13 @@ def main() -> None:
 
 
 def _start(model: str, ranks: int, device: str, photos: list[bytes]) -> _Start:
-    with Server(f"--model={model}", f"--nproc-per-node={ranks}", f"--device={device}") as server:
+    flags = (f"--model={model}", f"--nproc-per-node={ranks}", f"--device={device}", f"--request-timeout-s={_TIMEOUT_S}")
+    with Server(*flags) as server:
         live_s = server.wait_for("/health/live")
         ready_s = server.wait_for("/health/ready")
         when_ready_mib = _peaks_mib(server)
         files = [("files", (f"{index}.jpg", photo, "image/jpeg")) for index, photo in enumerate(photos)]
-        httpx.post(f"{server.url}/embed", files=files, timeout=300.0, trust_env=False).raise_for_status()
+        httpx.post(f"{server.url}/embed", files=files, timeout=_TIMEOUT_S, trust_env=False).raise_for_status()
         return _Start(live_s, ready_s, when_ready_mib, _peaks_mib(server))
 
 
