@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -264,8 +265,7 @@ class _Group:
 
 def _simulate(group: _Group, mix: str, num_batches: int) -> Simulated:
     curve, ranks = group.curve, group.ranks
-    images = _draw(mix)
-    batches = [_take(group, images) for _ in range(num_batches)]
+    batches = list(islice(_batches(group, mix), num_batches))
     by_patches = [balance([image.patches for image in batch], ranks) for batch in batches]
     by_cost = [balance(_costs(curve, batch), ranks) for batch in batches]
     busy = longest = gather = 0.0
@@ -307,10 +307,15 @@ def _draw(mix: str) -> Iterator[_Image]:
         yield chance.choice(images)
 
 
-def _take(group: _Group, images: Iterator[_Image]) -> list[_Image]:
-    """A batch off a queue that never ends; what does not fit is another image of the next batch, drawn anew."""
-    waiting = [next(images) for _ in range(group.budget // 700 + 1)]
-    return waiting[: num_fitting((image.patches for image in waiting), group.budget)]
+def _batches(group: _Group, mix: str) -> Iterator[list[_Image]]:
+    """Batches off a queue that never ends."""
+    images, queue = _draw(mix), list[_Image]()
+    while True:
+        while sum(image.patches for image in queue) <= group.budget:
+            queue.append(next(images))
+        count = num_fitting((image.patches for image in queue), group.budget)
+        yield queue[:count]
+        del queue[:count]
 
 
 def _costs(curve: CostCurve, batch: Sequence[_Image]) -> list[int]:
