@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from load import noise
 from server import Server
 
 
@@ -35,8 +36,7 @@ def test_a_second_host_joins_by_the_logged_command(start_server: Callable[..., S
     try:
         server.wait_ready()
         assert server.client.get("/info").json()["ranks"] == 2
-        image = (goldens / "images" / "97x61_RGB.png").read_bytes()
-        files = [("files", (f"{number}.png", image)) for number in range(8)]
+        files = [("files", (f"{number}.png", image)) for number, image in enumerate(noise(8))]
         assert server.client.post("/embed", files=files).status_code == 200
         assert server.metric("patchgrid_rank_patches_total", rank="1") > 0
         assert server.end() == 0

@@ -35,12 +35,16 @@ def gone(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def server(start_server: Callable[..., Server]) -> Server:
-    return start_server("--nproc-per-node=2", "--rank-timeout-s=3", "--decode-processes=1").wait_ready()
+    flags = ["--nproc-per-node=2", "--rank-timeout-s=3", "--decode-processes=1"]
+    flags += ["--restart-limit=100", "--cache-bytes=0"]
+    return start_server(*flags).wait_ready()
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.1, 0.3, 0.6])
 def test_a_request_that_meets_a_dying_group_is_answered(server: Server, image: bytes, wait_s: float) -> None:
-    os.kill(server.wait_ready().rank_pids()[0], signal.SIGKILL)
+    pids = server.wait_ready().rank_pids()
+    assert len(pids) == 2, server.log[-3000:]
+    os.kill(pids[0], signal.SIGKILL)
     time.sleep(wait_s)
     assert embed(server, image) in (200, 503), "let in it is answered, else it is told to come back"
     until(lambda: embed(server, image) == 200)
