@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,27 +15,30 @@ SUPPORT = Path(__file__).parents[1] / "support"
 SHM = Path("/dev/shm")
 
 
-@pytest.fixture(scope="session")
+def faulty_server(goldens: Path, folder: Path, *flags: str, ranks: int = 2, **environment: str) -> Server:
+    return Server(
+        folder,
+        f"--model={goldens / 'tiny-deepseek_v4'}",
+        "--dtype=float32",
+        f"--nproc-per-node={ranks}",
+        "--worker-module=faulty_worker",
+        "--rank-timeout-s=2",
+        "--restart-limit=1000",
+        "--cache-bytes=0",  # every answer is to come from the ranks
+        "--drain-pause-s=0.2",
+        *flags,
+        env=dict(os.environ, PYTHONPATH=str(SUPPORT), **environment),
+    )
+
+
+@pytest.fixture(scope="module")
 def start_faulty(goldens: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
     """Starts servers of the tiny V4 checkpoint in float32 whose ranks fail on the images of faulty_worker."""
     servers: list[Server] = []
 
-    def start(*flags: str, ranks: int = 2, **environment: str) -> Server:
-        server = Server(
-            tmp_path_factory.mktemp("serve"),
-            f"--model={goldens / 'tiny-deepseek_v4'}",
-            "--dtype=float32",
-            f"--nproc-per-node={ranks}",
-            "--worker-module=faulty_worker",
-            "--rank-timeout-s=2",
-            "--restart-limit=1000",
-            "--cache-bytes=0",  # every answer is to come from the ranks
-            "--drain-pause-s=0.2",
-            *flags,
-            env=dict(os.environ, PYTHONPATH=str(SUPPORT), **environment),
-        )
-        servers.append(server)
-        return server
+    def start(*flags: str, **options: Any) -> Server:
+        servers.append(faulty_server(goldens, tmp_path_factory.mktemp("serve"), *flags, **options))
+        return servers[-1]
 
     yield start
     for server in servers:
@@ -42,11 +46,14 @@ def start_faulty(goldens: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture(scope="session")
-def reference(start_faulty: Callable[..., Server]) -> Reference:
-    server = start_faulty(ranks=1).wait_ready()
-    reference = Reference.of(server, noise(24))
-    assert server.end() == 0
-    return reference
+def reference(goldens: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    server = faulty_server(goldens, tmp_path_factory.mktemp("serve"), ranks=1)
+    try:
+        reference = Reference.of(server.wait_ready(), noise(24))
+        assert server.end() == 0
+        return reference
+    finally:
+        server.close()
 
 
 @pytest.fixture
