@@ -133,7 +133,10 @@ class Settings(BaseSettings):
         default=120.0,
         description="longest a request may take, upload included, seconds; x-timeout-ms may ask for less",
     )
-    receive_timeout_s: _Finite = Field(default=30.0, description="longest a body may take to arrive, seconds")
+    receive_timeout_s: _Finite = Field(
+        default=30.0,
+        description="longest a head, a body, or a pause in reading the answer may take, seconds",
+    )
     decode_timeout_s: _Finite = Field(default=20.0, description="longest one image may take to decode, seconds")
     startup_timeout_s: _Finite = Field(default=900.0, description="longest the group may take to become ready, seconds")
     rank_timeout_s: _Finite = Field(
