@@ -114,9 +114,12 @@ class ServiceError(Exception):
         self.index = index
         self.retry_after_s = retry_after_s
 
-    def at(self, index: int) -> Self:
-        """The same error, said of the image at this index."""
-        return type(self)(self.code, self.message, index=index, retry_after_s=self.retry_after_s)
+    def at(self, index: int) -> "ServiceError":
+        """The same error, about the image with this index if it is about an image at all."""
+        is_about_all = ERRORS[self.code].type in ("overloaded_error", "rate_limit_error")
+        return ServiceError(
+            self.code, self.message, index=None if is_about_all else index, retry_after_s=self.retry_after_s
+        )
 
 
 def error_response(error: ServiceError, headers: Mapping[str, str] | None = None) -> JSONResponse:

@@ -47,8 +47,13 @@ def test_the_index_and_the_time_to_retry_are_told() -> None:
 
 
 def test_an_index_can_be_added_later() -> None:
+    error = ServiceError("non_finite", "no").at(2)
+    assert (error.code, error.message, error.index) == ("non_finite", "no", 2)
+
+
+def test_an_error_about_the_service_names_no_image() -> None:
     error = ServiceError("queue_full", "later", retry_after_s=7).at(2)
-    assert (error.code, error.message, error.index, error.retry_after_s) == ("queue_full", "later", 2, 7)
+    assert (error.code, error.message, error.index, error.retry_after_s) == ("queue_full", "later", None, 7)
 
 
 def test_a_path_that_is_not_there_is_not_found_and_not_echoed() -> None:
