@@ -363,10 +363,8 @@ def test_closing_waits_for_no_decode() -> None:
     stop(decoders()[0])
     start = time.monotonic()
     ends = asyncio.run(close_while_decoding(pool))
-    assert time.monotonic() - start < 2
-    assert [(end.code, end.index) for end in ends if isinstance(end, ServiceError)] == [
-        ("draining", index) for index in range(3)
-    ]
+    assert time.monotonic() - start < Settings().decode_timeout_s / 2
+    assert [end.code for end in ends if isinstance(end, ServiceError)] == ["draining"] * 3
     assert decoders() == []
 
 
