@@ -102,6 +102,7 @@ def main() -> None:
     machine = describe_machine()
     # The ranks look for their module in PYTHONPATH only.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    os.environ["OMP_NUM_THREADS"] = "1"  # one that waits for another would take a core from the front end
     flat, small = FlatImages(_CANVAS), FlatImages(_SMALL)
     seen = [flat(2**24 - 1 - number) for number in range(16)]
     loads: dict[str, tuple[Pictures, int]] = {

@@ -119,6 +119,9 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=16, help="through two ranks, in each turn")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cap", type=int, default=2560, help="simulated: patches in a forward of a rank")
+    parser.add_argument(
+        "--curve", nargs=3, type=float, metavar=("MS", "US", "NS"), help="simulated: a, b and c, rather than measured"
+    )
     parser.add_argument("--forwards", nargs="+", type=int, default=[1, 4], help="simulated: a rank's part of a batch")
     parser.add_argument("--batches", type=int, default=400, help="simulated, for each number of ranks")
     parser.add_argument("--gather-gb-per-s", type=float, default=2.0, help="simulated: what a rank receives")
@@ -133,7 +136,7 @@ def main() -> None:
             options.model, options.images, options.rounds
         )
     if "simulation" in parts:
-        curve = _fit(options.model, options.rounds)
+        curve = CostCurve(*options.curve, 0, 0.0) if options.curve else _fit(options.model, options.rounds)
         tables["cost of a forward"] = [curve]
         tables["simulated ranks"] = [
             _simulate(_Group(curve, ranks, options.cap, forwards, options.gather_gb_per_s * 1e9), mix, options.batches)
@@ -170,6 +173,7 @@ def _compare_ranks(model: str, images: int, rounds: int) -> list[TwoRanks]:
             errors = sum(count for each in (one, *halves) for _, count in each.errors)
             ratio = one.images_per_s / two_images_per_s
             rows.append(TwoRanks(number, images, one.images_per_s, two_images_per_s, ratio, errors))
+            print(f"round {number}: {ratio:.3f} of two processes", flush=True)
     return rows
 
 

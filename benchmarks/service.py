@@ -115,6 +115,7 @@ def main() -> None:
         bench.warm_up()
         for part in options.parts:
             tables[part] = _PARTS[part](bench)
+            print(f"{part}: {tables[part]}", flush=True)
     report(tables, machine, options.json)
 
 
@@ -142,18 +143,18 @@ class _Bench:
             served = self._run(load, pictures)
             canvases = [_canvas(self._tower.config, pictures(index)) for index in range(self._options.images)]
             tower_images_per_s = len(canvases) / self._encode(canvases)
-            rows.append(
-                Saturation(
-                    round=number,
-                    images=served.images,
-                    service_images_per_s=served.images_per_s,
-                    tower_images_per_s=tower_images_per_s,
-                    ratio=served.images_per_s / tower_images_per_s,
-                    p50_ms=served.p50_ms,
-                    worst_ms=served.worst_ms,
-                    errors=_num_errors(served),
-                )
+            row = Saturation(
+                round=number,
+                images=served.images,
+                service_images_per_s=served.images_per_s,
+                tower_images_per_s=tower_images_per_s,
+                ratio=served.images_per_s / tower_images_per_s,
+                p50_ms=served.p50_ms,
+                worst_ms=served.worst_ms,
+                errors=_num_errors(served),
             )
+            print(f"round {number}: {row.ratio:.3f} of the tower by itself", flush=True)
+            rows.append(row)
         return rows
 
     def alone(self) -> list[Alone]:
