@@ -136,7 +136,7 @@ def main() -> None:
             options.model, options.images, options.rounds
         )
     if "simulation" in parts:
-        curve = CostCurve(*options.curve, 0, 0.0) if options.curve else _fit(options.model, options.rounds)
+        curve = _given(*options.curve) if options.curve else _fit(options.model, options.rounds)
         tables["cost of a forward"] = [curve]
         tables["simulated ranks"] = [
             _simulate(_Group(curve, ranks, options.cap, forwards, options.gather_gb_per_s * 1e9), mix, options.batches)
@@ -188,6 +188,10 @@ def _half(photos: Pictures, images: int) -> Callable[[str, int], LoadReport]:
 
 
 # Cost
+
+
+def _given(fixed_ms: float, per_patch_us: float, per_patch_squared_ns: float) -> CostCurve:
+    return CostCurve(fixed_ms, per_patch_us, per_patch_squared_ns, forwards=0, error=0.0)
 
 
 def _fit(model: str, rounds: int) -> CostCurve:
