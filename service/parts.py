@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distributed.launcher import LaunchOptions
 from encoder.checkpoint import Checkpoint
+from encoder.config import VisionConfig
 from service.admission import Admission
 from service.batcher import Batcher
 from service.cache import RowCache
@@ -24,7 +25,7 @@ from service.supervisor import GroupState, Supervisor, SupervisorOptions
 
 _RETRY_STARTING_S = 5
 _RETRY_ENDING_S = 1
-_INVARIANT_BATCH_PATCHES = 32_768
+_IMAGES_TO_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def assemble(foundation: Foundation, run_dir: Path) -> Parts:
     batcher = Batcher(
         supervisor.encode,
         metrics,
-        budget_patches=lambda: settings.max_patches_per_batch or _batch_patches(settings, supervisor),
+        budget_patches=lambda: settings.max_patches_per_batch or _batch_patches(settings, supervisor, config),
         slots=settings.batches_in_flight,
         limit_queue_patches=settings.limit_queue_patches,
     )
@@ -123,9 +124,19 @@ def launch_options(foundation: Foundation) -> LaunchOptions:
     )
 
 
-def _batch_patches(settings: Settings, supervisor: Supervisor) -> int:
-    """Patches of a batch: a forward of every rank, or where a forward is one image, enough of them to share out."""
-    return _INVARIANT_BATCH_PATCHES if settings.batch_invariant else supervisor.patches_per_round
+def _batch_patches(settings: Settings, supervisor: Supervisor, config: VisionConfig) -> int:
+    """Patches of a batch: a forward of every rank, but for several ranks at least so much that it can be shared evenly.
+
+    Whole images go to ranks. With one forward's worth for each of two ranks, a simulation kept them busy for 60 % of
+    the time; with four of the largest images for each, 97 %.
+    """
+    hello = supervisor.hello
+    assert hello is not None, "asked once there was work"
+    num_ranks = len(hello.ranks)
+    per_rank = hello.max_patches_per_forward
+    if num_ranks > 1 or settings.batch_invariant:
+        per_rank = max(per_rank, _IMAGES_TO_SHARE * config.max_image_tokens * config.merge_ratio**2)
+    return per_rank * num_ranks
 
 
 def _supervisor_options(settings: Settings) -> SupervisorOptions:

@@ -82,7 +82,8 @@ class Settings(BaseSettings):
     )
     max_patches_per_batch: PositiveInt | None = Field(
         default=None,
-        description="most patches in one batch over all ranks; without it, one forward pass for every rank",
+        description="most patches in one batch over all ranks; without it, a forward pass for every rank, or what "
+        "several ranks can share evenly",
     )
     batches_in_flight: PositiveInt = Field(
         default=2, description="batches the group holds at once: one works, the rest wait"
@@ -143,8 +144,8 @@ class Settings(BaseSettings):
         default=10.0, description="longest silence of the group before it is restarted, seconds"
     )
     stall_timeout_s: _Finite = Field(
-        default=120.0,
-        description="longest a rank may work on one forward before it counts as hung, seconds",
+        default=300.0,
+        description="longest a rank may work on one batch before it counts as hung, seconds",
     )
     collective_timeout_s: _Finite = Field(
         default=600.0, description="time-out of torch.distributed's collectives, seconds"

@@ -101,12 +101,6 @@ class Supervisor:
             reasons.append("the last forward gave values that are not finite")
         return tuple(reasons)
 
-    @property
-    def patches_per_round(self) -> int:
-        """Patches that the group takes in one forward pass of every rank."""
-        assert self.hello is not None, "asked once there was work"
-        return self.hello.max_patches_per_forward * len(self.hello.ranks)
-
     async def run(self) -> None:
         """Keep the group alive until `stop`.
 
