@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from service.settings import settings_table
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ["scripts/serve", "scripts/test", "scripts/check", "scripts/soak", "scripts/corpus_check", ".ci/run"]
 
@@ -126,3 +128,7 @@ def test_an_installation_that_failed_is_begun_again_from_nothing(tmp_path: Path)
         half_written = tmp_path / ".venv/lib/half-written"
         assert not half_written.exists()
         half_written.touch()
+
+
+def test_the_readme_has_the_settings_as_they_are() -> None:
+    assert settings_table() in (ROOT / "README.md").read_text()
