@@ -93,5 +93,5 @@ def test_bfloat16_rows_are_the_float32_rows_rounded(group: Group, tower: Tower) 
 
 
 def test_every_rank_has_a_heartbeat(group: Group) -> None:
-    time.sleep(3)
-    assert max(group.ping().silent_s) < 2.5, "as many seconds as have passed, if no heartbeat was seen"
+    time.sleep(2)
+    assert max(group.ping().silent_s) < 1.9, "as many seconds as have passed, if no heartbeat was seen"

@@ -40,7 +40,7 @@ def server(start_server: Callable[..., Server]) -> Server:
     return start_server(*flags).wait_ready()
 
 
-@pytest.mark.parametrize("wait_s", [0.0, 0.1, 0.3, 0.6])
+@pytest.mark.parametrize("wait_s", [0.1, 0.5])
 def test_a_request_that_meets_a_dying_group_is_answered(server: Server, image: bytes, wait_s: float) -> None:
     pids = server.wait_ready().rank_pids()
     assert len(pids) == 2, server.log[-3000:]
@@ -48,23 +48,6 @@ def test_a_request_that_meets_a_dying_group_is_answered(server: Server, image: b
     time.sleep(wait_s)
     assert embed(server, image) in (200, 503), "let in it is answered, else it is told to come back"
     until(lambda: embed(server, image) == 200)
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_replaced_and_later_requests_work(server: Server, image: bytes, victim: int) -> None:
-    restarts = server.metric("patchgrid_restarts_total")
-    os.kill(server.rank_pids()[victim], signal.SIGKILL)
-    until(lambda: server.metric("patchgrid_restarts_total") == restarts + 1)
-    assert embed(server, image) in (200, 503)
-    assert embed(server.wait_ready(), image) == 200
-
-
-def test_a_stopped_rank_is_noticed_and_replaced(server: Server, image: bytes) -> None:
-    pids = server.rank_pids()
-    os.kill(pids[1], signal.SIGSTOP)
-    until(lambda: server.client.get("/health/ready").status_code == 503)
-    assert embed(server.wait_ready(), image) == 200
-    assert all(gone(pid) for pid in pids)
 
 
 def test_sigterm_ends_everything_with_code_zero(server: Server, image: bytes) -> None:
