@@ -34,10 +34,10 @@ def wait_for_restart(server: Server, restarts: float) -> None:
 def under_load(server: Server, reference: Reference, break_it: Callable[[], None]) -> Load:
     restarts = server.metric("patchgrid_restarts_total")
     with Load(server, reference) as load:
-        load.wait_for(20)
+        load.wait_for(10)
         break_it()
         wait_for_restart(server, restarts)
-        load.wait_for(40)
+        load.wait_for(20)  # what all clients waited for, and what they asked next
     assert load.errors == []
     return load
 
