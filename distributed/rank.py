@@ -25,6 +25,7 @@ from distributed.exchange import Exchange
 from distributed.heartbeat import Heartbeat
 from distributed.link import Buffer, RankLink
 from distributed.messages import Encode, Encoded, Hello, Idle, ImageSpec, RankInfo, RowsSpec, Stop
+from encoder.geometry import merge_grid
 from encoder.layout import Layout, num_layout_rows
 from encoder.tower import Tower
 
@@ -186,8 +187,7 @@ class Rank:
             torch.cuda.empty_cache()
 
     def _num_rows(self, image: ImageSpec) -> int:
-        block = self._tower.config.patch_size * self._tower.config.merge_ratio
-        return num_layout_rows(image.layout, (-(-image.height // block), -(-image.width // block)))
+        return num_layout_rows(image.layout, merge_grid(self._tower.config, (image.width, image.height)))
 
     def _encode_and_cut(self, batch: Encode, canvases: Sequence[Tensor], wait_s: float) -> tuple[Encoded, list[Buffer]]:
         """Rank 0: a batch's answer, each image's rows in the dtype that it asked for."""

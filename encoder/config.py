@@ -7,7 +7,7 @@ is never right; a field that is missing or wrong is an error that names it as th
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -230,17 +230,4 @@ DEEPSEEK_V41 = VisionConfig(
     out_width=5120,
 )
 
-DEMO = VisionConfig(
-    model_type="deepseek_v4",
-    num_layers=4,
-    width=256,
-    num_heads=4,
-    mlp_width=704,
-    patch_size=14,
-    rope_theta=10000.0,
-    merge_ratio=3,
-    max_image_tokens=384,
-    min_pixels=147456,
-    max_aspect_ratio=8,
-    out_width=512,
-)
+DEMO = replace(DEEPSEEK_V4, num_layers=4, width=256, num_heads=4, mlp_width=704, out_width=512)

@@ -59,7 +59,7 @@ def plan(config: VisionConfig, width: int, height: int) -> Plan:
         raise PlanError(f"an image's sides are between 1 and {MAX_SIDE} pixels, not {width} x {height}")
     resized = _resize(config, width, height)
     cols, rows = (side // config.patch_size for side in resized)
-    llm_grid = _merge(config, resized)
+    llm_grid = merge_grid(config, resized)
     return Plan(
         image_size=(width, height),
         resized=resized,
@@ -100,14 +100,15 @@ def _resize(config: VisionConfig, image_width: int, image_height: int) -> Size:
         limit -= _V4_LEADING_PADS
     # V4.1 always fits at the first try. V4's two closing pads are not foreseen by _fit: one or two less make room.
     for budget in range(limit, limit - 3, -1):
-        if count_tokens(config.model_type, _merge(config, resized)) <= limit:
+        if count_tokens(config.model_type, merge_grid(config, resized)) <= limit:
             break
         resized = _fit(config, width, height, budget)
-    assert count_tokens(config.model_type, _merge(config, resized)) <= limit
+    assert count_tokens(config.model_type, merge_grid(config, resized)) <= limit
     return resized
 
 
-def _merge(config: VisionConfig, resized: Size) -> Grid:
+def merge_grid(config: VisionConfig, resized: Size) -> Grid:
+    """The LLM grid, (rows, columns), of a canvas of this size, (width, height): blocks that stick out count whole."""
     cell = config.patch_size * config.merge_ratio
     width, height = resized
     return -(-height // cell), -(-width // cell)

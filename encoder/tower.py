@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from encoder.aligner import Aligner
 from encoder.attention import AttentionName, choose_attention
 from encoder.config import NUM_CHANNELS, VisionConfig
-from encoder.geometry import Grid
+from encoder.geometry import Grid, merge_grid
 from encoder.layout import Layout, layout_index, num_layout_rows
 from encoder.packing import Pack, normalise, pack, patchify, split_packs, upload
 from encoder.vit import RMSNorm, VisionTransformer
@@ -118,8 +118,8 @@ class Tower:
 
     def _llm_grid(self, grid: Grid) -> Grid:
         rows, cols = grid
-        ratio = self.config.merge_ratio
-        return -(-rows // ratio), -(-cols // ratio)
+        side = self.config.patch_size
+        return merge_grid(self.config, (cols * side, rows * side))
 
     def _patches(self, canvases: Sequence[Tensor]) -> Tensor:
         """Patches of all canvases, normalised where the tower runs: uint8 crosses to the device, in one copy."""

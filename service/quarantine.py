@@ -29,6 +29,3 @@ class Quarantine:
             del self._until[digest]
             return False
         return until is not None
-
-    def __len__(self) -> int:
-        return len(self._until)

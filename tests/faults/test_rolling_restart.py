@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from load import Reference, embed
-from server import Server
+from server import Server, free_port
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/sbin:/bin")
 
@@ -33,11 +32,6 @@ http {{
     }}
 }}
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 class Clients:

@@ -1,19 +1,13 @@
 """Two hosts, both this one: the command that the log gives for the other host makes it part of the group."""
 
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from load import noise
-from server import Server
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
+from server import Server, free_port
 
 
 def test_a_second_host_joins_by_the_logged_command(start_server: Callable[..., Server], goldens: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,12 @@ from pathlib import Path
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
 
 
 class Server:
