@@ -1,8 +1,8 @@
 """Variable-length attention, full within each image of a pack and blind beyond it.
 
-Invariant: three implementations of one function, which differ in rounding only. Which one runs is chosen at the start.
+Invariant: four implementations of one function, which differ in rounding only. Which one runs is chosen at the start.
 
-Shapes: N rows of the pack, H heads, D features of a head.
+Shapes: N rows of the pack, L rows of one image, H heads, D features of a head.
 """
 
 import importlib
@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
+from encoder.cpu import bfloat16_units
+from encoder.matmul_attention import attend_by_matmul
 from encoder.packing import Pack
 
-AttentionName = Literal["flash_attn", "varlen", "sdpa"]
+AttentionName = Literal["flash_attn", "varlen", "matmul", "sdpa"]
 ATTENTIONS: tuple[AttentionName, ...] = get_args(AttentionName)
 """Fastest first."""
 
@@ -36,7 +38,10 @@ def choose_attention(name: Literal["auto"] | AttentionName, device: torch.device
         AttentionUnavailable: the named one cannot run.
     """
     if name == "auto":
-        return next(candidate for candidate in ATTENTIONS if _obstacle(candidate, device, dtype) is None)
+        # On AMX torch's fused attention is the faster one.
+        slower = ("matmul",) if bfloat16_units() != "vector" else ()
+        candidates = [candidate for candidate in ATTENTIONS if candidate not in slower]
+        return next(candidate for candidate in candidates if _obstacle(candidate, device, dtype) is None)
     obstacle = _obstacle(name, device, dtype)
     if obstacle is not None:
         raise AttentionUnavailable(f"attention {name!r} cannot run here: {obstacle}")
@@ -46,12 +51,13 @@ def choose_attention(name: Literal["auto"] | AttentionName, device: torch.device
 def attention(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, pack: Pack, name: AttentionName) -> Tensor:
     """softmax(q k^T / sqrt(D)) v within each image: (N, H, D), of the arguments' type.
 
-    The arguments need unit stride in D only, so slices of one qkv tensor do.
+    The arguments need unit stride in D only, so slices of one qkv tensor do. They may have more rows than the pack's
+    images: what comes out for those is zero image by image, and undefined where all images go at once.
     """
     if not pack.lengths:
-        return torch.empty_like(q_NHD)
-    if name == "sdpa":
-        return _attend_by_image(q_NHD, k_NHD, v_NHD, pack)
+        return torch.zeros_like(q_NHD)
+    if name in ("sdpa", "matmul"):
+        return _attend_by_image(q_NHD, k_NHD, v_NHD, pack, attend_by_matmul if name == "matmul" else _attend_by_sdpa)
     attend: Callable[..., Any] = varlen_attn if name == "varlen" else _flash_attn()
     # Bounds and longest of queries, then of keys: all that the signatures of all versions have in common.
     bounds, longest = pack.cu_seqlens, pack.max_seqlen
@@ -60,20 +66,32 @@ def attention(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, pack: Pack, name: Att
     return out_NHD
 
 
-def _attend_by_image(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, pack: Pack) -> Tensor:
-    lengths = list(pack.lengths)
-    images = zip(*(torch.split(x_NHD, lengths) for x_NHD in (q_NHD, k_NHD, v_NHD)), strict=True)
-    # Each image is a batch of one, (1, H, rows, D): no padding, and no mask to keep the fused kernels away.
-    parts = [
-        scaled_dot_product_attention(*(x_LHD.transpose(0, 1).unsqueeze(0) for x_LHD in image))[0].transpose(0, 1)
-        for image in images
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _attend_by_image(
+    q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, pack: Pack, attend: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+) -> Tensor:
+    out_NHD = torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
+    start = 0
+    for length in pack.lengths:
+        stop = start + length
+        attend(q_NHD[start:stop], k_NHD[start:stop], v_NHD[start:stop], out_NHD[start:stop])
+        start = stop
+    out_NHD[start:] = 0
+    return out_NHD
+
+
+def _attend_by_sdpa(q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, out_LHD: Tensor) -> None:
+    # A batch of one, (1, H, L, D): no padding, and no mask to keep the fused kernels away.
+    q, k, v = (x_LHD.transpose(0, 1).unsqueeze(0) for x_LHD in (q_LHD, k_LHD, v_LHD))
+    out_LHD.copy_(scaled_dot_product_attention(q, k, v)[0].transpose(0, 1))
 
 
 def _obstacle(name: AttentionName, device: torch.device, dtype: torch.dtype) -> str | None:
     """What keeps an implementation from running in dtype on the device, and what to do about it; None if nothing."""
     if name == "sdpa":
+        return None
+    if name == "matmul":
+        if device.type != "cpu" or dtype != torch.bfloat16:
+            return f"it computes in bfloat16 on a CPU only, and the tower in {dtype} on {device.type}; choose 'auto'"
         return None
     if device.type != "cuda":
         return f"it needs a CUDA device, and the tower is on {device.type}; choose attention 'sdpa' or 'auto'"

@@ -60,7 +60,7 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto", description="what the tower computes in; auto is bfloat16 where the device is fast at it"
     )
-    attention: Literal["auto", "flash_attn", "varlen", "sdpa"] = Field(
+    attention: Literal["auto", "flash_attn", "varlen", "matmul", "sdpa"] = Field(
         default="auto", description="attention implementation"
     )
 

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from encoder.attention import AttentionName, AttentionUnavailable, attention, choose_attention
 from encoder.config import DEMO
+from encoder.cpu import bfloat16_units
 from encoder.geometry import Grid
 from encoder.packing import Pack, pack
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GRIDS: list[Grid] = [(1, 1), (4, 7), (3, 3), (5, 20)]
 PACKED: list[AttentionName] = ["flash_attn", "varlen"]
+BY_IMAGE: list[AttentionName] = ["sdpa", "matmul"]
 
 
 def qkv(packed: Pack, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,7 +40,43 @@ def test_sdpa_is_softmax_attention_within_each_image() -> None:
     assert relative_error(attention(q, k, v, packed, "sdpa"), torch.cat(expected)) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["sdpa", *PACKED])
+# Of three heads: 20 x 30 patches are one block of scores, 38 x 39 several heads' worth, 10 x 160 a part of one head's.
+@pytest.mark.parametrize("grid", [(20, 30), (38, 39), (10, 160)])
+@pytest.mark.parametrize("scale", [0.5, 6.0])
+@pytest.mark.parametrize("offset", [0.0, 4.0])
+def test_matmul_is_as_exact_as_fused_attention_however_large_the_scores(
+    grid: Grid, scale: float, offset: float
+) -> None:
+    packed = pack([grid], DEMO, CPU)
+    generator = torch.Generator().manual_seed(0)
+    values = scale * torch.randn(sum(packed.lengths), 3, 3, 64, generator=generator)
+    values[:, :2] += offset * torch.randn(1, 2, 3, 64, generator=generator)
+    q, k, v = values.bfloat16().unbind(1)
+    expected = attention(q.double(), k.double(), v.double(), packed, "sdpa")
+    error = (attention(q, k, v, packed, "matmul").double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    # Fused attention comes to 3e-3; scores rounded to bfloat16 as they are would cost up to 3e-1 here.
+    assert float(error.max()) < 1e-2
+
+
+def test_matmul_attends_within_each_image() -> None:
+    packed = pack(GRIDS, DEMO, CPU)
+    values = qkv(packed, 16, torch.bfloat16)
+    expected = attention(*(x.float() for x in values), packed, "sdpa")
+    assert relative_error(attention(*values, packed, "matmul"), expected) < 5e-3
+
+
+@pytest.mark.parametrize("name", BY_IMAGE)
+def test_rows_beyond_the_images_change_nothing_and_come_out_as_zeros(name: AttentionName) -> None:
+    packed = pack(GRIDS, DEMO, CPU)
+    values = qkv(packed, 16, torch.bfloat16)
+    padded = [torch.cat([x, torch.full((9, 4, 16), math.nan)]).bfloat16() for x in values]
+    assert torch.equal(
+        attention(padded[0], padded[1], padded[2], packed, name),
+        torch.cat([attention(*values, packed, name), torch.zeros(9, 4, 16, dtype=torch.bfloat16)]),
+    )
+
+
+@pytest.mark.parametrize("name", [*BY_IMAGE, *PACKED])
 def test_empty_pack_gives_an_empty_answer(name: AttentionName) -> None:
     packed = pack([], DEMO, CPU)
     assert attention(*qkv(packed, 16), packed, name).shape == (0, 4, 16)
@@ -51,13 +89,20 @@ def test_installed_torch_takes_the_varlen_call() -> None:
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_auto_is_sdpa_on_a_cpu(dtype: torch.dtype) -> None:
-    assert choose_attention("auto", CPU, dtype) == "sdpa"
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_auto_is_sdpa_in_float32(device: torch.device) -> None:
+    assert choose_attention("auto", device, torch.float32) == "sdpa"
 
 
-def test_auto_is_sdpa_in_float32() -> None:
-    assert choose_attention("auto", CUDA, torch.float32) == "sdpa"
+def test_auto_is_matmul_in_bfloat16_where_the_cpu_multiplies_vectors_of_it() -> None:
+    expected = "matmul" if bfloat16_units() == "vector" else "sdpa"
+    assert choose_attention("auto", CPU, torch.bfloat16) == expected
+
+
+@pytest.mark.parametrize(("device", "dtype"), [(CPU, torch.float32), (CUDA, torch.bfloat16)])
+def test_matmul_forced_elsewhere_says_what_to_change(device: torch.device, dtype: torch.dtype) -> None:
+    with pytest.raises(AttentionUnavailable, match=r"'matmul' cannot run here: .*choose 'auto'"):
+        choose_attention("matmul", device, dtype)
 
 
 @pytest.mark.parametrize("name", PACKED)
