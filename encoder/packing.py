@@ -11,15 +11,14 @@ features, P values of a patch, HWC a canvas.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from encoder.config import VisionConfig
 from encoder.geometry import Grid
+from encoder.upload import upload
 
 # Tables kept per cache: at most 2.4 MB each, for the largest image that V4.1 takes.
 _NUM_CACHED_GRIDS = 64
@@ -50,14 +49,15 @@ def pack(grids: Sequence[Grid], config: VisionConfig, device: torch.device) -> P
     # No image is packed like one without patches: all shapes follow.
     tables = [_rope_tables(grid, config.head_dim, config.rope_theta, device) for grid in grids or [(0, 0)]]
     merges = [_merge_tables(grid, config.merge_ratio, device) for grid in grids or [(0, 0)]]
-    first_rows = np.repeat(starts[: len(merges)], [len(index_MK) for index_MK, _ in merges])
+    first_rows_M = np.repeat(starts[: len(merges)], [len(index_MK) for index_MK, _ in merges])
+    first_rows_M1 = upload(torch.from_numpy(first_rows_M), device).unsqueeze(1)
     return Pack(
-        cu_seqlens=upload(starts.astype(np.int32), device),
+        cu_seqlens=upload(torch.from_numpy(starts.astype(np.int32)), device),
         lengths=lengths,
         max_seqlen=max(lengths, default=0),
         cos_NR=torch.cat([cos_NR for cos_NR, _ in tables]),
         sin_NR=torch.cat([sin_NR for _, sin_NR in tables]),
-        merge_index_MK=torch.cat([index_MK for index_MK, _ in merges]).add_(upload(first_rows[:, None], device)),
+        merge_index_MK=torch.cat([index_MK for index_MK, _ in merges]).add_(first_rows_M1),
         merge_mask_MK=torch.cat([mask_MK for _, mask_MK in merges]),
     )
 
@@ -97,18 +97,10 @@ def normalise(patches_NP: Tensor, dtype: torch.dtype) -> Tensor:
     return values.index_select(0, patches_NP.flatten().int()).view(patches_NP.shape)
 
 
-def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array as a tensor on the device, through pinned memory where the device copies from it by itself."""
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 @lru_cache(maxsize=8)
 def _pixel_values(dtype: torch.dtype, device: torch.device) -> Tensor:
     unit = torch.arange(256, dtype=torch.float32) / 255
-    return ((unit - 0.5) / 0.5).to(torch.bfloat16).to(device, dtype)
+    return upload(((unit - 0.5) / 0.5).to(torch.bfloat16).to(dtype), device)
 
 
 @lru_cache(maxsize=_NUM_CACHED_GRIDS)
@@ -121,7 +113,7 @@ def _rope_tables(grid: Grid, head_dim: int, theta: float, device: torch.device) 
     col_angles = torch.outer(torch.arange(cols, dtype=torch.float32), frequencies)
     shape = (rows, cols, head_dim // 4)
     angles_NR = torch.cat([row_angles[:, None].expand(shape), col_angles[None].expand(shape)], dim=-1).flatten(0, 1)
-    return angles_NR.cos().to(device), angles_NR.sin().to(device)
+    return upload(angles_NR.cos(), device), upload(angles_NR.sin(), device)
 
 
 @lru_cache(maxsize=_NUM_CACHED_GRIDS)
@@ -132,5 +124,5 @@ def _merge_tables(grid: Grid, ratio: int, device: torch.device) -> tuple[Tensor,
     x = np.arange(-(-cols // ratio) * ratio).reshape(1, -1, 1, ratio)
     index = np.minimum(y, rows - 1) * cols + np.minimum(x, cols - 1)
     mask = (y < rows) & (x < cols)
-    index_MK, mask_MK = (torch.from_numpy(table.reshape(-1, ratio**2)).to(device) for table in (index, mask))
+    index_MK, mask_MK = (upload(torch.from_numpy(table.reshape(-1, ratio**2)), device) for table in (index, mask))
     return index_MK, mask_MK

@@ -7,6 +7,7 @@ Shapes: N patches of one forward, P values of a patch, C tower width, M aligner 
 vectors, R rows of the answer, HWC a canvas.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -20,16 +21,23 @@ from encoder.aligner import Aligner
 from encoder.attention import AttentionName, choose_attention
 from encoder.config import NUM_CHANNELS, VisionConfig
 from encoder.geometry import Grid, merge_grid
+from encoder.graphs import CAPTURABLE, Graphs
+from encoder.ladder import ladder
 from encoder.layout import Layout, layout_index, num_layout_rows
-from encoder.packing import Pack, normalise, pack, patchify, split_packs, upload
+from encoder.packing import Pack, normalise, pack, patchify, split_packs
+from encoder.upload import upload, upload_beside
 from encoder.vit import RMSNorm, VisionTransformer
 from encoder.weights import LEARNED_VECTORS
+
+log = logging.getLogger("patchgrid.tower")
 
 # Measured on two cores in bfloat16: images of 784 patches ran at 414 patches/s alone, 539 two or three at a time, and
 # 468 six at a time. Past 2978 patches the MLP's widest activation exceeds 32 MiB, which glibc maps anew at every layer.
 _MAX_PATCHES_CPU = 2560
 # Not measured: ten of V4's largest images or three of V4.1's, with about 1 GB of activations in bfloat16.
 _MAX_PATCHES_CUDA = 32768
+# Not measured: the largest image of V4.1, or two to twelve of V4's. Beyond, arithmetic should outlast the launches.
+_GRAPH_PATCHES_CUDA = 9216
 
 # Instructions that multiply bfloat16 natively, as Linux names them.
 _BFLOAT16_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
@@ -47,20 +55,28 @@ class Tower:
         dtype: torch.dtype,
         attention: Literal["auto"] | AttentionName = "auto",
         max_patches_per_forward: int | None = None,
+        graph_patches: int | None = None,
     ) -> None:
-        """Place checked weights (see load_weights) on the device.
+        """Place checked weights (see load_weights) on the device, and capture graphs.
 
         max_patches_per_forward bounds memory and, on a CPU, keeps activations near the cache; None takes the device's.
         An image with more patches runs alone.
 
+        graph_patches is the largest forward that is replayed as a CUDA graph, 0 for none; None takes the device's. sdpa
+        has no graphs. A CPU only pads by it, which is for tests. Graphs keep their memory from here on, so a lower
+        max_patches_per_forward can be set at any time.
+
         Raises:
             AttentionUnavailable: the named attention cannot run in dtype on the device.
-            ValueError: max_patches_per_forward is less than 1.
+            ValueError: max_patches_per_forward is less than 1 or graph_patches than 0, or memory does not suffice for
+                the graphs.
         """
         if max_patches_per_forward is None:
             max_patches_per_forward = _MAX_PATCHES_CPU if device.type == "cpu" else _MAX_PATCHES_CUDA
         if max_patches_per_forward < 1:
             raise ValueError(f"max_patches_per_forward is {max_patches_per_forward}; it must be at least 1")
+        if graph_patches is not None and graph_patches < 0:
+            raise ValueError(f"graph_patches is {graph_patches}; it must be at least 0")
         self.config = config
         self.device = device
         self.dtype = dtype
@@ -76,13 +92,15 @@ class Tower:
         self._learned_LD = torch.empty((0, config.out_width), dtype=dtype, device=device)
         if has_vectors:
             self._learned_LD = torch.stack([weights[name] for name in LEARNED_VECTORS]).to(device, dtype)
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._graphs = self._make_graphs(graph_patches)
 
     @torch.inference_mode()
     def encode(self, canvases: Sequence[Tensor], layouts: Sequence[Layout]) -> Tensor:
         """Rows of every canvas, each in its layout, one behind the other: (R, D) in dtype on the device.
 
         Canvases are uint8 (H, W, 3) with sides that are multiples of the patch size, all on the CPU or all on the
-        device. On CUDA the answer is queued, not awaited.
+        device. On CUDA the answer is queued, not awaited, on the current stream, which must be the same at every call.
         """
         assert len(canvases) == len(layouts)
         grids = [self._grid(canvas_HWC) for canvas_HWC in canvases]
@@ -92,12 +110,12 @@ class Tower:
         for images in split_packs([rows * cols for rows, cols in grids], self.max_patches_per_forward):
             span = slice(images.start, images.stop)
             patches_NP = self._patches(canvases[span])
-            _, rows_MD = self.forward(patches_NP, pack(grids[span], self.config, self.device))
+            rows_MD = self._graphs.run(patches_NP, pack(grids[span], self.config, self.device))
             index_R = self._layout_index(layouts[span], [self._llm_grid(grid) for grid in grids[span]])
             assert len(index_R) == sum(num_rows[span])
             source_SD = torch.cat([rows_MD, self._learned_LD])
             part_RD = out_RD[filled : filled + len(index_R)]
-            torch.index_select(source_SD, 0, upload(index_R, self.device), out=part_RD)
+            torch.index_select(source_SD, 0, upload(torch.from_numpy(index_R), self.device), out=part_RD)
             filled += len(index_R)
         return out_RD
 
@@ -107,6 +125,24 @@ class Tower:
         vit_NC: Tensor = self._vit(patches_NP, pack)
         rows_MD: Tensor = self._aligner(vit_NC, pack)
         return vit_NC, rows_MD
+
+    def _make_graphs(self, graph_patches: int | None) -> Graphs:
+        vit, aligner, cuda = self._vit, self._aligner, self.device.type == "cuda"
+
+        def compute(patches_NP: Tensor, pack: Pack) -> Tensor:
+            rows_MD: Tensor = aligner(vit(patches_NP, pack), pack)
+            return rows_MD
+
+        if graph_patches is None:
+            graph_patches = _GRAPH_PATCHES_CUDA if cuda else 0
+        if cuda and graph_patches and self.attention not in CAPTURABLE:
+            log.info("no CUDA graphs: attention %r cannot be captured", self.attention)
+            graph_patches = 0
+        # No forward has more patches than either of these.
+        largest_image = self.config.max_image_tokens * self.config.merge_ratio**2
+        top_patches = min(graph_patches, max(self.max_patches_per_forward, largest_image))
+        rungs = ladder(self.config, top_patches)
+        return Graphs(compute, rungs, self.config, device=self.device, dtype=self.dtype)
 
     def _grid(self, canvas_HWC: Tensor) -> Grid:
         height, width, channels = canvas_HWC.shape
@@ -123,17 +159,10 @@ class Tower:
 
     def _patches(self, canvases: Sequence[Tensor]) -> Tensor:
         """Patches of all canvases, normalised where the tower runs: uint8 crosses to the device, in one copy."""
-        if canvases[0].device.type != self.device.type:
-            canvases = self._upload_canvases(canvases)
+        if self._copy_stream is not None and canvases[0].device.type == "cpu":
+            canvases = upload_beside(canvases, self._copy_stream)
         patches_NP = torch.cat([patchify(canvas_HWC, self.config.patch_size) for canvas_HWC in canvases])
         return normalise(patches_NP, self.dtype)
-
-    def _upload_canvases(self, canvases: Sequence[Tensor]) -> list[Tensor]:
-        sizes = [canvas_HWC.numel() for canvas_HWC in canvases]
-        staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        torch.cat([canvas_HWC.flatten() for canvas_HWC in canvases], out=staged)
-        parts = torch.split(staged.to(self.device, non_blocking=True), sizes)
-        return [part.view(canvas_HWC.shape) for part, canvas_HWC in zip(parts, canvases, strict=True)]
 
     def _layout_index(self, layouts: Sequence[Layout], llm_grids: Sequence[Grid]) -> NDArray[np.int64]:
         """Where each row of one forward's answer comes from: all its aligner rows, then the learned vectors."""

@@ -43,6 +43,7 @@ def make_tower(
         dtype=dtype,
         attention=attention or "auto",
         max_patches_per_forward=max_patches,
+        graph_patches=0,
     )
 
 
