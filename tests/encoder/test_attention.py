@@ -10,6 +10,7 @@ from encoder.attention import AttentionName, AttentionUnavailable, attention, ch
 from encoder.config import DEMO
 from encoder.cpu import bfloat16_units
 from encoder.geometry import Grid
+from encoder.matmul_attention import largest
 from encoder.packing import Pack, pack
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -56,6 +57,14 @@ def test_matmul_is_as_exact_as_fused_attention_however_large_the_scores(
     error = (attention(q, k, v, packed, "matmul").double() - expected).norm(dim=-1) / expected.norm(dim=-1)
     # Fused attention comes to 3e-3; scores rounded to bfloat16 as they are would cost up to 3e-1 here.
     assert float(error.max()) < 1e-2
+
+
+def test_largest_is_the_maximum_whatever_the_signs() -> None:
+    values = torch.randn(4, 3, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
+    values[1] = -values[1].abs() - 1e-3
+    values[2] = 0.0
+    values[3, :, 7] = math.inf
+    assert torch.equal(largest(values), values.amax(dim=-1))
 
 
 def test_matmul_attends_within_each_image() -> None:
