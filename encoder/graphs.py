@@ -4,8 +4,9 @@ A forward is hundreds of kernels, and a single image's are done sooner than the 
 launches all at once, but always the same ones on the same memory. So a pack is padded to the next rung of a ladder of
 sizes, each of which has a graph; a pack without a rung is computed as it is.
 
-Invariant: padding changes nothing but rounding. Attention ends where the last image ends, and no aligner row that is
-asked for reads beyond.
+Invariant: padding changes nothing but rounding. It is one more image, of zeros, behind those of the pack: rows that
+attention leaves out would keep what the memory held before, and kernels that multiply such a row by zero, rather than
+skip it, spread its NaN to the image before it.
 
 Shapes: N patches of the rung, P values of a patch, M aligner rows, D language-model width.
 """
@@ -56,7 +57,7 @@ class Graphs:
         self._rungs = tuple(rungs)
         self._patches_NP = torch.zeros(top.patches, config.patch_dim, dtype=dtype, device=device)
         self._pack = Pack(
-            cu_seqlens=torch.zeros(top.images + 1, dtype=torch.int32, device=device),
+            cu_seqlens=torch.zeros(top.images + 2, dtype=torch.int32, device=device),
             lengths=(),
             max_seqlen=top.longest,
             cos_NR=torch.zeros(top.patches, config.head_dim // 2, device=device),
@@ -77,14 +78,15 @@ class Graphs:
         if self._graphs:
             self._graphs[rung].replay()
         else:
-            self._forward(rung, pack.lengths)
+            padding = rung.patches - sum(pack.lengths)
+            self._forward(rung, (*pack.lengths, padding) if padding else pack.lengths)
         return self._rows_MD[: len(pack.merge_index_MK)]
 
     def _fill(self, rung: Rung, patches_NP: Tensor, pack: Pack) -> None:
-        buffers = self._view(rung, pack.lengths)
+        buffers = self._view(rung)
         _overwrite(self._patches_NP[: rung.patches], patches_NP, 0)
-        # The slots that are left are images of no patches behind the last one.
-        _overwrite(buffers.cu_seqlens, pack.cu_seqlens, sum(pack.lengths))
+        # The first slot that is left is the padding's, and the others hold images of no patches.
+        _overwrite(buffers.cu_seqlens, pack.cu_seqlens, rung.patches)
         _overwrite(buffers.cos_NR, pack.cos_NR, 0)
         _overwrite(buffers.sin_NR, pack.sin_NR, 0)
         _overwrite(buffers.merge_index_MK, pack.merge_index_MK, 0)
@@ -95,9 +97,9 @@ class Graphs:
         rows_MD = self._compute(self._patches_NP[: rung.patches], self._view(rung, lengths))
         self._rows_MD[: rung.rows].copy_(rows_MD)
 
-    def _view(self, rung: Rung, lengths: tuple[int, ...]) -> Pack:
+    def _view(self, rung: Rung, lengths: tuple[int, ...] = ()) -> Pack:
         return Pack(
-            cu_seqlens=self._pack.cu_seqlens[: rung.images + 1],
+            cu_seqlens=self._pack.cu_seqlens[: rung.images + 2],
             lengths=lengths,
             max_seqlen=rung.longest,
             cos_NR=self._pack.cos_NR[: rung.patches],

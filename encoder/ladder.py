@@ -17,7 +17,10 @@ _PATCHES_PER_ROW = 6
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A size of forward: patches, slots for images and for aligner rows, and the most patches of one image."""
+    """A size of forward: patches, slots for images and for aligner rows, and the most patches of one image.
+
+    What the images leave is padding, an image of its own that has a slot besides these.
+    """
 
     patches: int
     images: int
@@ -63,6 +66,8 @@ def find_rung(rungs: Sequence[Rung], pack: Pack) -> Rung | None:
     if rung is None:
         return None
     fits = (
-        len(pack.lengths) <= rung.images and len(pack.merge_index_MK) <= rung.rows and pack.max_seqlen <= rung.longest
+        len(pack.lengths) <= rung.images
+        and len(pack.merge_index_MK) <= rung.rows
+        and max(pack.max_seqlen, rung.patches - patches) <= rung.longest
     )
     return rung if fits else None

@@ -9,7 +9,6 @@ vectors, R rows of the answer, HWC a canvas.
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from encoder.aligner import Aligner
 from encoder.attention import AttentionName, choose_attention
 from encoder.config import NUM_CHANNELS, VisionConfig
+from encoder.cpu import bfloat16_units
 from encoder.geometry import Grid, merge_grid
 from encoder.graphs import CAPTURABLE, Graphs
 from encoder.ladder import ladder
@@ -38,9 +38,6 @@ _MAX_PATCHES_CPU = 2560
 _MAX_PATCHES_CUDA = 32768
 # Not measured: the largest image of V4.1, or two to twelve of V4's. Beyond, arithmetic should outlast the launches.
 _GRAPH_PATCHES_CUDA = 9216
-
-# Instructions that multiply bfloat16 natively, as Linux names them.
-_BFLOAT16_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
 
 
 class Tower:
@@ -184,17 +181,7 @@ def choose_dtype(name: Literal["auto", "bfloat16", "float32"], device: torch.dev
         return torch.bfloat16
     if name == "float32":
         return torch.float32
-    return torch.bfloat16 if device.type == "cuda" or _cpu_has_bfloat16() else torch.float32
-
-
-def _cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether every core says so; no, where the kernel does not tell."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return False
-    flags = [set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")]
-    return bool(flags) and all(core & _BFLOAT16_CPU_FLAGS for core in flags)
+    return torch.bfloat16 if device.type == "cuda" or bfloat16_units() != "none" else torch.float32
 
 
 def _place(

@@ -111,7 +111,7 @@ def test_what_a_larger_pack_left_behind_changes_no_bit(goldens: Path, dtype: tor
     assert first.isfinite().all()
 
 
-def test_networks_see_the_rung_with_zeros_and_empty_images_behind_the_pack(goldens: Path) -> None:
+def test_networks_see_an_image_of_zeros_and_empty_ones_behind_the_pack(goldens: Path) -> None:
     tower = make_tower(goldens)
     seen: list[tuple[Tensor, Pack]] = []
 
@@ -125,11 +125,11 @@ def test_networks_see_the_rung_with_zeros_and_empty_images_behind_the_pack(golde
     patches_NP, padded = seen[-1]
     assert (patches_NP.shape, padded.cos_NR.shape) == ((24, 588), (24, 8))
     assert torch.equal(patches_NP[:20], make_pack(tower, SMALL)[0])
-    assert padded.cu_seqlens.tolist() == [0, 20, 20]
-    assert (padded.lengths, padded.max_seqlen) == ((20,), 24)
+    assert padded.cu_seqlens.tolist() == [0, 20, 24, 24]
+    assert (padded.lengths, padded.max_seqlen) == ((20, 4), 24)
     assert padded.merge_mask_MK.any(dim=1).tolist() == [True] * 4 + [False] * 2
-    for padding in (patches_NP[20:], padded.cos_NR[20:], padded.sin_NR[20:], padded.merge_index_MK[4:]):
-        assert not padding.any()
+    for rest in (patches_NP[20:], padded.cos_NR[20:], padded.sin_NR[20:], padded.merge_index_MK[4:]):
+        assert not rest.any()
 
 
 def test_pack_of_nothing_has_no_rows(padding: tuple[Tower, Graphs]) -> None:

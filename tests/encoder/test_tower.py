@@ -10,11 +10,12 @@ from torch import Tensor
 
 from encoder.attention import ATTENTIONS, AttentionName, AttentionUnavailable
 from encoder.checkpoint import open_checkpoint
+from encoder.cpu import bfloat16_units
 from encoder.geometry import Grid
 from encoder.image import read_canvas
 from encoder.layout import Layout, layout_index
 from encoder.packing import pack, patchify
-from encoder.tower import Tower, _cpu_has_bfloat16, choose_dtype
+from encoder.tower import Tower, choose_dtype
 from encoder.weights import load_weights
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -162,27 +163,15 @@ def test_forward_without_room_for_a_patch_is_an_error(goldens: Path) -> None:
         make_tower(goldens, "deepseek_v4", max_patches=0)
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("flags\t\t: fpu avx512f avx512_bf16 sse2\n" * 2, True),
-        ("flags\t\t: fpu amx_bf16 amx_tile\n", True),
-        ("flags\t\t: fpu avx512_bf16\nflags\t\t: fpu\n", False),
-        ("flags\t\t: fpu avx2\n", False),
-        ("processor\t: 0\n", False),
-    ],
-    ids=["avx512", "amx", "not every core", "avx2", "no flags"],
-)
-def test_cpu_has_bfloat16_if_every_core_says_so(tmp_path: Path, flags: str, expected: bool) -> None:
-    (tmp_path / "cpuinfo").write_text(flags)
-    assert _cpu_has_bfloat16(tmp_path / "cpuinfo") is expected
-    assert not _cpu_has_bfloat16(tmp_path / "absent")
-
-
 def test_named_dtype_is_taken_and_cuda_is_bfloat16() -> None:
     assert choose_dtype("float32", CUDA) == torch.float32
     assert choose_dtype("bfloat16", CPU) == torch.bfloat16
     assert choose_dtype("auto", CUDA) == torch.bfloat16
+
+
+def test_cpu_computes_in_bfloat16_if_it_multiplies_it_natively() -> None:
+    expected = torch.float32 if bfloat16_units() == "none" else torch.bfloat16
+    assert choose_dtype("auto", CPU) == expected
 
 
 @pytest.mark.gpu
