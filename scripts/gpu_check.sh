@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in one command of under five minutes: the tests marked gpu (attention backends, ranks
-# over NCCL) and the figures of benchmarks/gpu.py. Uses PYTHON (default: .venv's, else python3) as it is and installs nothing;
-# what it lacks besides torch may lie in a folder named by PYTHONPATH.
+# Everything that only a GPU can show, in one command of under five minutes: the tests marked gpu (attention backends, CUDA
+# graphs, ranks over NCCL) and the figures of benchmarks/gpu.py. Uses PYTHON (default: .venv's, else python3) as it is and
+# installs nothing; what it lacks besides torch may lie in a folder named by PYTHONPATH.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-}"

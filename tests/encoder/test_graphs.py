@@ -195,6 +195,7 @@ def test_what_a_larger_replay_left_behind_changes_no_bit(goldens: Path, attentio
 
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("attention", CAPTURABLE)
 @pytest.mark.parametrize("max_patches", [1, 10_000])
 def test_tower_with_graphs_encodes_as_without_and_never_waits(
