@@ -29,6 +29,7 @@ class LaunchOptions:
     dtype: str
     attention: str
     max_patches_per_forward: int | None
+    graph_patches: int | None
     collective_timeout_s: float
     stall_timeout_s: float
     worker_module: str
@@ -47,7 +48,10 @@ class LaunchOptions:
         return [f"--nnodes={self.nnodes}", f"--node-rank={node_rank}", "--rdzv-backend=static", endpoint]
 
     def _ranks(self) -> list[str]:
-        limit = self.max_patches_per_forward
+        choices = {
+            "--max-patches-per-forward": self.max_patches_per_forward,
+            "--graph-patches": self.graph_patches,
+        }
         return [
             f"--nproc-per-node={self.nproc_per_node}",
             "--max-restarts=0",
@@ -59,7 +63,7 @@ class LaunchOptions:
             f"--attention={self.attention}",
             f"--collective-timeout-s={self.collective_timeout_s}",
             f"--stall-timeout-s={self.stall_timeout_s}",
-            *([f"--max-patches-per-forward={limit}"] if limit is not None else []),
+            *(f"{flag}={value}" for flag, value in choices.items() if value is not None),
         ]
 
 

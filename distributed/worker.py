@@ -38,6 +38,7 @@ class WorkerOptions:
     dtype: DtypeName
     attention: Literal["auto"] | AttentionName
     max_patches_per_forward: int | None
+    graph_patches: int | None
     group: GroupOptions
 
 
@@ -72,6 +73,7 @@ def load_tower(options: WorkerOptions) -> tuple[Tower, str]:
         dtype=dtype,
         attention=options.attention,
         max_patches_per_forward=options.max_patches_per_forward,
+        graph_patches=options.graph_patches,
     )
     return tower, f"{fingerprint(checkpoint.config, weights)}-{str(dtype).removeprefix('torch.')}"
 
@@ -84,6 +86,7 @@ def parse_options(argv: Sequence[str]) -> WorkerOptions:
     parser.add_argument("--dtype", choices=get_args(DtypeName), required=True)
     parser.add_argument("--attention", choices=["auto", *get_args(AttentionName)], required=True)
     parser.add_argument("--max-patches-per-forward", type=int)
+    parser.add_argument("--graph-patches", type=int)
     parser.add_argument("--collective-timeout-s", type=float, required=True)
     parser.add_argument("--stall-timeout-s", type=float, required=True)
     parser.add_argument("--epoch", type=int, default=0)
@@ -95,6 +98,7 @@ def parse_options(argv: Sequence[str]) -> WorkerOptions:
         dtype=found.dtype,
         attention=found.attention,
         max_patches_per_forward=found.max_patches_per_forward,
+        graph_patches=found.graph_patches,
         group=GroupOptions(found.run_dir, found.epoch, found.collective_timeout_s, found.stall_timeout_s),
     )
 

@@ -124,12 +124,7 @@ class Tower:
         return vit_NC, rows_MD
 
     def _make_graphs(self, graph_patches: int | None) -> Graphs:
-        vit, aligner, cuda = self._vit, self._aligner, self.device.type == "cuda"
-
-        def compute(patches_NP: Tensor, pack: Pack) -> Tensor:
-            rows_MD: Tensor = aligner(vit(patches_NP, pack), pack)
-            return rows_MD
-
+        cuda = self.device.type == "cuda"
         if graph_patches is None:
             graph_patches = _GRAPH_PATCHES_CUDA if cuda else 0
         if cuda and graph_patches and self.attention not in CAPTURABLE:
@@ -139,7 +134,10 @@ class Tower:
         largest_image = self.config.max_image_tokens * self.config.merge_ratio**2
         top_patches = min(graph_patches, max(self.max_patches_per_forward, largest_image))
         rungs = ladder(self.config, top_patches)
-        return Graphs(compute, rungs, self.config, device=self.device, dtype=self.dtype)
+        return Graphs(self._rows, rungs, self.config, device=self.device, dtype=self.dtype)
+
+    def _rows(self, patches_NP: Tensor, pack: Pack) -> Tensor:
+        return self.forward(patches_NP, pack)[1]
 
     def _grid(self, canvas_HWC: Tensor) -> Grid:
         height, width, channels = canvas_HWC.shape

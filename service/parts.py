@@ -118,6 +118,7 @@ def launch_options(foundation: Foundation) -> LaunchOptions:
         dtype=settings.dtype,
         attention=settings.attention,
         max_patches_per_forward=1 if settings.batch_invariant else settings.max_patches_per_forward,
+        graph_patches=settings.graph_patches,
         collective_timeout_s=settings.collective_timeout_s,
         stall_timeout_s=settings.stall_timeout_s,
         worker_module=settings.worker_module,
