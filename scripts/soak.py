@@ -46,7 +46,7 @@ def memory(server: Server) -> dict[str, int]:
 
 def quiet_part(server: Server, reference: Reference) -> bool:
     """Steady load; whether memory stays."""
-    with Load(server, reference) as load:
+    with Load(server.url, reference) as load:
         load.wait_for(WARM_UP, timeout_s=3600)
         before, started = memory(server), time.monotonic()
         load.wait_for(QUIET, timeout_s=3600)
@@ -104,7 +104,7 @@ def rough_part(server: Server, reference: Reference, until: float, seed: int) ->
     rng = random.Random(seed)
     done: dict[str, int] = {}
     before = memory(server)["front end"]
-    with Load(server, reference) as load:
+    with Load(server.url, reference) as load:
         while time.monotonic() < until:
             name, commit = rng.choice(list(faults(server, rng).items()))
             commit()

@@ -28,7 +28,7 @@ def test_the_culprit_is_refused_and_everyone_else_is_answered(
     colour: tuple[int, int, int],
 ) -> None:
     quarantined = server.metric("patchgrid_images_quarantined_total")
-    with Load(server, reference) as load:
+    with Load(server.url, reference) as load:
         load.wait_for(10)
         assert error_of(embed(server.client, plain(colour))) == (500, "image_crashed_encoder")
         load.wait_for(20)
@@ -75,7 +75,7 @@ def test_out_of_memory_is_no_crash(
     # Any one image of the reference fits into 3500 patches, and a forward of 9000 takes several.
     server = start_faulty("--max-patches-per-forward=9000", FAULTY_MAX_PATCHES="3500").wait_ready()
     pids = server.rank_pids()
-    with Load(server, reference, clients=16) as load:
+    with Load(server.url, reference, clients=16) as load:
         load.wait_for(60)
     assert load.errors == []
     assert "out of memory: from here on" in server.log
@@ -125,7 +125,7 @@ def test_clients_that_leave_take_their_images_along(
             except httpx.TimeoutException:
                 return
 
-    with Load(server, reference) as load:
+    with Load(server.url, reference) as load:
         load.wait_for(5)
         with ThreadPoolExecutor(32) as leavers:
             list(leavers.map(leave, range(200)))

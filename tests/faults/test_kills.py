@@ -33,7 +33,7 @@ def wait_for_restart(server: Server, restarts: float) -> None:
 
 def under_load(server: Server, reference: Reference, break_it: Callable[[], None]) -> Load:
     restarts = server.metric("patchgrid_restarts_total")
-    with Load(server, reference) as load:
+    with Load(server.url, reference) as load:
         load.wait_for(10)
         break_it()
         wait_for_restart(server, restarts)
@@ -108,7 +108,7 @@ def test_sigterm_under_load_answers_all_that_were_let_in(
 ) -> None:
     server = start_faulty(ranks=2).wait_ready()
     tree = psutil.Process(server.process.pid).children(recursive=True)
-    load = Load(server, reference)
+    load = Load(server.url, reference)
     with load:
         load.wait_for(20)
         server.process.send_signal(signal.SIGTERM)
@@ -132,7 +132,7 @@ def test_sigkill_of_the_front_end_leaves_nothing(start_faulty: Callable[..., Ser
     server = start_faulty(ranks=2).wait_ready()
     tree = psutil.Process(server.process.pid).children(recursive=True)
     sockets = [conn.laddr for conn in psutil.Process(server.process.pid).net_connections("unix") if conn.laddr]
-    load = Load(server, reference)
+    load = Load(server.url, reference)
     with load:
         load.wait_for(5)
         server.process.kill()

@@ -4,14 +4,11 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
-from load import Reference, embed
+from load import Load, Reference
 from server import Server, free_port
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/sbin:/bin")
@@ -34,63 +31,10 @@ http {{
 """
 
 
-class Clients:
-    """Four who each want their next answer, and count what they had to try again for."""
-
-    def __init__(self, url: str, reference: Reference, *, try_again: bool) -> None:
-        self.answers, self.tries, self.errors = 0, 0, []  # type: ignore[var-annotated]
-        self._url, self._reference, self._try_again = url, reference, try_again
-        self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(4)]
-
-    def __enter__(self) -> "Clients":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        for thread in self._threads:
-            thread.join(timeout=120)
-        assert not any(thread.is_alive() for thread in self._threads)
-
-    def wait_for(self, count: int) -> None:
-        goal, deadline = self.answers + count, time.monotonic() + 90
-        while self.answers < goal:
-            assert not self.errors, self.errors
-            assert time.monotonic() < deadline, "no progress"
-            time.sleep(0.02)
-
-    def _run(self, index: int) -> None:
-        while not self._stopping.is_set():
-            try:
-                with httpx.Client(base_url=self._url, timeout=120, trust_env=False) as client:
-                    while not self._stopping.is_set():
-                        response = embed(client, self._reference.images[index])
-                        if response.status_code == 200:
-                            self._reference.check(index, response)
-                            self.answers += 1
-                        elif response.status_code == 503 and self._try_again:
-                            self.tries += 1
-                            time.sleep(0.1)
-                        else:
-                            self.errors.append(response.text)
-                            return
-            except httpx.TransportError as error:
-                if not self._try_again:
-                    self.errors.append(repr(error))
-                    return
-                self.tries += 1
-                time.sleep(0.1)
-            except AssertionError as error:
-                self.errors.append(str(error))
-                return
-
-
 def test_clients_who_try_again_lose_nothing(start_faulty: Callable[..., Server], reference: Reference) -> None:
     port = free_port()
     server = start_faulty(f"--port={port}", ranks=1).wait_ready()
-    with Clients(f"http://127.0.0.1:{port}", reference, try_again=True) as clients:
+    with Load(f"http://127.0.0.1:{port}", reference, clients=4, forgive="outages") as clients:
         clients.wait_for(20)
         assert server.end(signal.SIGTERM) == 0
         successor = start_faulty(f"--port={port}", ranks=1)
@@ -122,7 +66,7 @@ def test_clients_behind_nginx_do_not_even_notice(
     servers = [start_faulty(f"--port={port}", "--drain-pause-s=1", ranks=1) for port in ports]
     for server in servers:
         server.wait_ready()
-    with Clients(url, reference, try_again=False) as clients:
+    with Load(url, reference, clients=4, forgive="nothing") as clients:
         for server, port in zip(servers, ports, strict=True):
             clients.wait_for(10)
             assert server.end(signal.SIGTERM) == 0

@@ -1,4 +1,4 @@
-"""Eight clients who send images for as long as they are let, and compare every answer with the undisturbed one."""
+"""Clients who send images for as long as they are let, and compare every answer with the undisturbed one."""
 
 import io
 import threading
@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import httpx
 import numpy as np
@@ -60,13 +61,24 @@ class Reference:
 
 
 class Load:
-    """Clients in threads, from `with` to the end of the block. A refusal at the door is tried again, as clients do."""
+    """Clients in threads, from `with` to the end of the block, each of whom wants its next answer.
 
-    def __init__(self, server: Server, reference: Reference, *, clients: int = 8) -> None:
+    What they try again for: "refusals" at the door, as clients do; "outages" too, when nobody is there; or "nothing".
+    """
+
+    def __init__(
+        self,
+        url: str,
+        reference: Reference,
+        *,
+        clients: int = 8,
+        forgive: Literal["nothing", "refusals", "outages"] = "refusals",
+    ) -> None:
         self.answers: Counter[str] = Counter()
         self.errors: list[str] = []
-        self._url = server.url
+        self._url = url
         self._reference = reference
+        self._forgive = forgive
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(seed,)) for seed in range(clients)]
 
@@ -92,18 +104,27 @@ class Load:
 
     def _run(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        with httpx.Client(base_url=self._url, timeout=120, trust_env=False) as client:
-            while not self._stopping.is_set():
-                index = int(rng.integers(len(self._reference.images)))
-                try:
-                    response = embed(client, self._reference.images[index])
-                    if response.status_code == 200:
-                        self._reference.check(index, response)
-                    elif response.status_code in (429, 503):
-                        assert int(response.headers["retry-after"]) > 0
-                        time.sleep(0.1)
-                    else:
-                        self.errors.append(response.text)
-                    self.answers[str(response.status_code)] += 1
-                except (AssertionError, httpx.HTTPError) as error:
-                    self.errors.append(f"{type(error).__name__}: {error}")
+        while not self._stopping.is_set():
+            try:
+                with httpx.Client(base_url=self._url, timeout=120, trust_env=False) as client:
+                    while not self._stopping.is_set():
+                        self._ask(client, int(rng.integers(len(self._reference.images))))
+            except httpx.TransportError as error:
+                if self._forgive != "outages":
+                    self.errors.append(repr(error))
+                    return
+                time.sleep(0.1)
+            except AssertionError as error:
+                self.errors.append(str(error))
+                return
+
+    def _ask(self, client: httpx.Client, index: int) -> None:
+        response = embed(client, self._reference.images[index])
+        if response.status_code == 200:
+            self._reference.check(index, response)
+        else:
+            assert response.status_code in (429, 503), response.text
+            assert self._forgive != "nothing", response.text
+            assert int(response.headers["retry-after"]) > 0
+            time.sleep(0.1)
+        self.answers[str(response.status_code)] += 1
