@@ -123,11 +123,9 @@ class Exchange:
         return gathered_RMD
 
     def gather_rows(self, gathered_RMD: Tensor) -> None:
-        """Fill the other ranks' places by one padded all-gather, and wait for it."""
+        """Fill the other ranks' places by one padded all-gather; on CUDA it is queued on the current stream."""
         if self.num_ranks > 1:
             _all_gather(gathered_RMD.flatten(0, 1), gathered_RMD[self.rank])
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def _all_gather(gathered: Tensor, mine: Tensor) -> None:

@@ -1,9 +1,7 @@
 """What a rank does once it is loaded: rank 0 takes batches from the front end and leads, the others follow.
 
-Every rank derives the same plan of a batch from its header, so that each collective finds all ranks ready for it:
-nothing about an image may make one rank raise alone. What only one can know (its memory ran out) is agreed on first.
-
-Shapes: N rows of one image or of this rank, M rows of the fullest rank, R ranks, D the model's output width.
+Batches are started and finished in order, at most so many open at once. Two keep a GPU at work: it has the next batch's
+kernels before it is done with the one before, and none of them waits for an answer to be handed out.
 """
 
 import logging
@@ -11,28 +9,31 @@ import os
 import queue
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from distributed.balance import balance, cut_apart, rank_loads
+from distributed.batch import BatchStarter, OpenBatch
 from distributed.exchange import Exchange
 from distributed.heartbeat import Heartbeat
-from distributed.link import Buffer, RankLink
-from distributed.messages import Encode, Encoded, Hello, Idle, ImageSpec, RankInfo, RowsSpec, Stop
-from encoder.geometry import merge_grid
-from encoder.layout import Layout, num_layout_rows
+from distributed.link import Delivery, RankLink
+from distributed.messages import Encode, Hello, Idle, ImageSpec, RankInfo, Stop
 from encoder.tower import Tower
 
 log = logging.getLogger("patchgrid.rank")
 
 _HEARTBEAT_S = 0.5
 _TICKS_PER_TIMEOUT = 4
+
+# On a CPU to start a batch is to compute it, and an answer would only wait for the next one's.
+_MAX_OPEN = {"cpu": 1, "cuda": 2}
+# How long rank 0 waits for the next batch before it looks at its device again, with a batch open.
+_LOOK_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,14 @@ class GroupOptions:
 class Rank:
     """A loaded tower and this process's place in the group."""
 
-    def __init__(self, options: GroupOptions, tower: Tower, weights_fingerprint: str) -> None:
+    def __init__(
+        self, options: GroupOptions, tower: Tower, weights_fingerprint: str, max_open: int | None = None
+    ) -> None:
+        """Join the group.
+
+        Args:
+            max_open: batches that may be open at once, the same on every rank; None takes what suits the device.
+        """
         self._options = options
         self._tower = tower
         self._exchange = Exchange.join(tower.device, options.collective_timeout_s)
@@ -59,6 +67,10 @@ class Rank:
             interval_s=_HEARTBEAT_S,
             stall_timeout_s=options.stall_timeout_s,
         )
+        self._starter = BatchStarter(exchange, tower)
+        self._open: deque[OpenBatch] = deque()
+        self._max_open = _MAX_OPEN[tower.device.type] if max_open is None else max_open
+        self._link: RankLink | None = None
         device = torch.cuda.get_device_name(tower.device) if tower.device.type == "cuda" else "cpu"
         self._infos = exchange.introduce(
             RankInfo(exchange.rank, os.getpid(), socket.gethostname(), device, weights_fingerprint)
@@ -79,46 +91,78 @@ class Rank:
     def _lead(self) -> None:
         assert self._options.run_dir is not None, "rank 0 runs beside the front end"
         link = RankLink(self._options.run_dir, self._options.epoch, self._heartbeat.silent_s)
-        self._warm_up()
-        link.send(
-            Hello(
-                epoch=self._options.epoch,
-                ranks=self._infos,
-                dtype=str(self._tower.dtype).removeprefix("torch."),
-                attention=self._tower.attention,
-                layouts=self._tower.layouts,
-                max_patches_per_forward=self._tower.max_patches_per_forward,
-                out_width=self._tower.config.out_width,
+        with closing(link):  # when a batch ends this rank, the answers before it still go out
+            self._link = link
+            self._warm_up()
+            link.send(
+                Hello(
+                    epoch=self._options.epoch,
+                    ranks=self._infos,
+                    dtype=str(self._tower.dtype).removeprefix("torch."),
+                    attention=self._tower.attention,
+                    layouts=self._tower.layouts,
+                    max_patches_per_forward=self._tower.max_patches_per_forward,
+                    out_width=self._tower.config.out_width,
+                )
             )
-        )
+            while True:
+                delivery = self._next_delivery(link.inbox)
+                batch = delivery.message
+                self._send_command(batch)
+                if isinstance(batch, Stop):
+                    break
+                self._start(batch, _canvases(batch.images, delivery.buffers), delivery.arrived_at)
+            self._finish_down_to(0)
+
+    def _next_delivery(self, inbox: "queue.SimpleQueue[Delivery]") -> Delivery:
+        """Wait for the front end. If nothing comes until the device is done, finish, and tell the peers to do so."""
         while True:
+            patience_s = _LOOK_S if self._open else self._options.collective_timeout_s / _TICKS_PER_TIMEOUT
             try:
-                delivery = link.inbox.get(timeout=self._options.collective_timeout_s / _TICKS_PER_TIMEOUT)
+                return inbox.get(timeout=patience_s)
             except queue.Empty:
+                if self._open and not self._open[0].has_ended():
+                    continue
+                self._finish_down_to(0)
                 self._send_command(Idle())
-                continue
-            wait_s = time.perf_counter() - delivery.arrived_at
-            batch = delivery.message
-            self._send_command(batch)
-            if isinstance(batch, Stop):
-                break
-            with self._heartbeat.working():
-                answer, rows = self._encode_and_cut(batch, _canvases(batch.images, delivery.buffers), wait_s)
-            link.send(answer, rows)
-        link.close()
 
     def _follow(self) -> None:
         while True:
-            command = self._exchange.receive_command()
-            if isinstance(command, Stop):
-                return
-            if isinstance(command, Encode):
-                with self._heartbeat.working():
-                    self._encode(command, None)
+            match self._exchange.receive_command():
+                case Encode() as batch:
+                    self._start(batch, None, time.perf_counter())
+                case Idle():
+                    self._finish_down_to(0)
+                case Stop():
+                    self._finish_down_to(0)
+                    return
 
     def _send_command(self, command: Encode | Idle | Stop) -> None:
         if self._exchange.num_ranks > 1:
             self._exchange.send_command(command)
+
+    def _start(self, batch: Encode, canvases: Sequence[Tensor] | None, arrived_at: float) -> None:
+        """Start a batch, and finish those that there is no room for besides the next one."""
+        self._heartbeat.begin_batch()
+        try:
+            opened = self._starter.start(batch, canvases, arrived_at)
+        except Exception:
+            self._finish_down_to(0)  # the front end suspects its first unanswered batch, which is to be this one
+            raise
+        self._open.append(opened)
+        self._finish_down_to(self._max_open - 1)
+
+    def _finish_down_to(self, num_open: int) -> None:
+        while len(self._open) > num_open:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Finish the oldest batch; rank 0 hands out its rows."""
+        answer = self._open.popleft().finish()
+        self._heartbeat.end_batch()
+        if answer is not None:
+            assert self._link is not None
+            self._link.send(*answer)
 
     def _warm_up(self) -> None:
         """One small image per rank through the ordinary way: kernels and communicators exist before the hello."""
@@ -127,108 +171,11 @@ class Rank:
         batch = Encode(batch_id=0, images=(spec,) * self._exchange.num_ranks)
         self._send_command(batch)
         canvas = torch.zeros(side, side, 3, dtype=torch.uint8)
-        answer, _ = self._encode_and_cut(batch, [canvas] * len(batch.images), wait_s=0.0)
-        if not all(image.state == "good" for image in answer.images):
+        answer = self._starter.start(batch, [canvas] * len(batch.images), time.perf_counter()).finish()
+        assert answer is not None, "this is rank 0"
+        if not all(image.state == "good" for image in answer[0].images):
             raise RuntimeError("the tower's first forward gave values that are not finite")
-
-    def _encode(self, batch: Encode, canvases: Sequence[Tensor] | None) -> "_Gathered":
-        """Every rank's part of a batch. `canvases` are all of the batch's on rank 0 and None elsewhere."""
-        started = time.perf_counter()
-        patch_area = self._tower.config.patch_size**2
-        num_patches = [image.height * image.width // patch_area for image in batch.images]
-        num_rows = [self._num_rows(image) for image in batch.images]
-        shares = balance(num_patches, self._exchange.num_ranks)
-        rank_rows = rank_loads(shares, num_rows)
-        my_share = shares[self._exchange.rank]
-        sending: list[dist.Work] = []
-        if canvases is None:
-            mine = self._exchange.receive_pixels(batch.images, my_share)
-        else:
-            sending = self._exchange.send_pixels(shares, canvases)
-            mine = [canvases[index] for index in my_share]
-        layouts = [batch.images[index].layout for index in my_share]
-        gathered_RMD = self._try_tower(mine, layouts, rank_rows)
-        while not self._exchange.all_agree(gathered_RMD is not None):
-            gathered_RMD = None
-            self._take_less_memory(num_patches)
-            gathered_RMD = self._try_tower(mine, layouts, rank_rows)
-        assert gathered_RMD is not None
-        self._exchange.wait_for(sending)
-        encoded = time.perf_counter()
-        self._exchange.gather_rows(gathered_RMD)
-        return _Gathered(
-            rows=[gathered_RMD[span.rank, span.start : span.stop] for span in cut_apart(shares, num_rows)],
-            rank_patches=rank_loads(shares, num_patches),
-            encode_s=encoded - started,
-            gather_s=time.perf_counter() - encoded,
-        )
-
-    def _try_tower(
-        self, canvases: Sequence[Tensor], layouts: Sequence[Layout], rank_rows: Sequence[int]
-    ) -> Tensor | None:
-        """This rank's rows, computed to the end, in room for all ranks' (R, M, D); None if memory does not suffice."""
-        try:
-            rows_ND = self._tower.encode(canvases, layouts)
-            gathered_RMD = self._exchange.gather_buffer(rows_ND, rank_rows)
-            if self._tower.device.type == "cuda":
-                torch.cuda.synchronize(self._tower.device)
-        except torch.OutOfMemoryError:
-            return None  # and with it the traceback that holds on to the tensors
-        return gathered_RMD
-
-    def _take_less_memory(self, num_patches: Sequence[int]) -> None:
-        """Halve the patches of a forward from here on; every rank does, after a batch that was too much for one."""
-        limit = self._tower.max_patches_per_forward
-        if limit <= min(num_patches):
-            raise RuntimeError(f"out of memory with one image in a forward, of {max(num_patches)} patches at most")
-        self._tower.max_patches_per_forward = limit // 2
-        log.warning("out of memory: from here on at most %d patches in a forward", limit // 2)
-        if self._tower.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _num_rows(self, image: ImageSpec) -> int:
-        return num_layout_rows(image.layout, merge_grid(self._tower.config, (image.width, image.height)))
-
-    def _encode_and_cut(self, batch: Encode, canvases: Sequence[Tensor], wait_s: float) -> tuple[Encoded, list[Buffer]]:
-        """Rank 0: a batch's answer, each image's rows in the dtype that it asked for."""
-        gathered = self._encode(batch, canvases)
-        specs: list[RowsSpec] = []
-        buffers: list[Buffer] = []
-        for image, computed_ND in zip(batch.images, gathered.rows, strict=True):
-            rows_ND = computed_ND.to(getattr(torch, image.dtype))
-            state: Literal["good", "not_finite", "overflow"] = "good"
-            if not _is_finite(rows_ND):
-                state = "overflow" if _is_finite(computed_ND) else "not_finite"
-            specs.append(RowsSpec(num_rows=rows_ND.shape[0], width=rows_ND.shape[1], state=state))
-            buffers.append(_buffer(rows_ND) if state == "good" else b"")
-        answer = Encoded(
-            batch_id=batch.batch_id,
-            images=tuple(specs),
-            rank_patches=gathered.rank_patches,
-            wait_s=wait_s,
-            encode_s=gathered.encode_s,
-            gather_s=gathered.gather_s,
-        )
-        return answer, buffers
-
-
-@dataclass(frozen=True, slots=True)
-class _Gathered:
-    """A batch after the all-gather: every image's rows (N, D), in the order of the batch."""
-
-    rows: list[Tensor]
-    rank_patches: tuple[int, ...]
-    encode_s: float
-    gather_s: float
-
-
-def _is_finite(rows_ND: Tensor) -> bool:
-    # NaN and either infinity show in the extremes, which cost a CPU a thirtieth of isfinite().all().
-    return all(extreme.isfinite() for extreme in rows_ND.aminmax())
-
-
-def _buffer(rows_ND: Tensor) -> memoryview:
-    return rows_ND.contiguous().cpu().flatten().view(torch.uint8).numpy().data
+        self._send_command(Idle())
 
 
 def _canvases(images: Sequence[ImageSpec], buffers: Sequence[memoryview]) -> list[Tensor]:

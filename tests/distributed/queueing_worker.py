@@ -1,0 +1,99 @@
+"""A rank that may have two batches open, with a device that does what it is given later, as a GPU does.
+
+Run by torchrun in place of distributed.worker, as `--worker-module=queueing_worker`. Images of one plain colour each
+keep the device busy, fill its memory once, break it while it runs, or cannot be queued. TRACE_DIR is where each rank
+writes down when it starts and finishes a batch.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distributed import worker
+from distributed.batch import BatchStarter, OpenBatch
+from distributed.link import Buffer
+from distributed.messages import Encode, Encoded
+from distributed.moment import Moment
+from distributed.rank import Rank
+from encoder.layout import Layout
+from encoder.tower import Tower
+
+BUSY_S = {(0, 100, 0): 0.3, (0, 200, 0): 2.0}
+FILLS = (0, 0, 100)
+BREAKS = (200, 0, 0)
+RAISES = (0, 0, 200)
+
+_encode, _mark, _start, _finish = Tower.encode, Moment.__init__, BatchStarter.start, OpenBatch.finish
+
+
+class Device:
+    """Busy until some time, for all that it was given; once broken, every question to it raises."""
+
+    busy_until = 0.0
+    was_full = False
+    is_broken = False
+
+
+def has_colour(canvases: Sequence[Tensor], colour: tuple[int, int, int]) -> bool:
+    return any(bool((canvas == torch.tensor(colour, dtype=torch.uint8)).all()) for canvas in canvases)
+
+
+def encode(self: Tower, canvases: Sequence[Tensor], layouts: Sequence[Layout]) -> Tensor:
+    if has_colour(canvases, RAISES):
+        raise RuntimeError("the host could not queue it")
+    if has_colour(canvases, FILLS) and not Device.was_full:
+        Device.was_full = True
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    busy_s = sum(seconds for colour, seconds in BUSY_S.items() if has_colour(canvases, colour))
+    Device.busy_until = max(Device.busy_until, time.monotonic()) + busy_s
+    Device.is_broken |= has_colour(canvases, BREAKS)
+    return _encode(self, canvases, layouts)
+
+
+def mark(self: Moment, device: torch.device) -> None:
+    _mark(self, device)
+    self.comes_at = Device.busy_until  # type: ignore[attr-defined]
+
+
+def has_come(self: Moment) -> bool:
+    if Device.is_broken:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return time.monotonic() >= self.comes_at  # type: ignore[attr-defined, no-any-return]
+
+
+def wait(self: Moment) -> None:
+    while not has_come(self):
+        time.sleep(0.01)
+
+
+def start(self: BatchStarter, batch: Encode, canvases: Sequence[Tensor] | None, arrived_at: float) -> OpenBatch:
+    trace("start")
+    return _start(self, batch, canvases, arrived_at)
+
+
+def finish(self: OpenBatch) -> tuple[Encoded, list[Buffer]] | None:
+    answer = _finish(self)
+    trace("finish")
+    return answer
+
+
+def trace(line: str) -> None:
+    with Path(os.environ["TRACE_DIR"], f"rank-{os.environ['RANK']}").open("a") as file:
+        file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    Tower.encode = encode  # type: ignore[method-assign]
+    Moment.__init__ = mark  # type: ignore[method-assign]
+    Moment.has_come = has_come  # type: ignore[method-assign]
+    Moment.wait = wait  # type: ignore[method-assign]
+    BatchStarter.start = start  # type: ignore[method-assign]
+    OpenBatch.finish = finish  # type: ignore[method-assign]
+    worker.Rank = partial(Rank, max_open=2)  # type: ignore[misc, assignment]
+    sys.exit(worker.main())
