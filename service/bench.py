@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from service.bench_client import BenchClient, RequestError
+from service.bench_client import BenchClient, PlannedImage, RequestError
 from service.bench_images import Pictures, Size
 from service.client import ClientError
 
@@ -47,17 +47,22 @@ class Load:
 class LoadReport:
     """What came of a load. Times are of requests that were answered rightly, from when they were due; 0 if none was.
 
-    images_per_s: over the time from the first request to the last answer. late_ms: how long the worst request waited
+    images: those that were answered rightly; cached, as many of them as the server says it knew. What is per second is
+    of those too, over the time from the first request to the last answer. late_ms: how long the worst request waited
     for a free client, which is part of its time. errors: requests by code, the most frequent first.
     """
 
     requests: int
     images: int
+    cached: int
     seconds: float
     images_per_s: float
+    patches_per_s: float
+    rows_per_s: float
     received_mb_per_s: float
     p50_ms: float
     p90_ms: float
+    p95_ms: float
     p99_ms: float
     worst_ms: float
     late_ms: float
@@ -81,15 +86,27 @@ def run_load(load: Load, pictures: Pictures, *, on_progress: Callable[[int, int]
 
 def render_report(load: Load, report: LoadReport) -> str:
     """The report as lines for a terminal."""
+    failed = sum(count for _, count in report.errors)
     loop = "closed loop" if load.rate is None else f"{load.rate:g} images/s due"
     lines = [
         ("load", f"{loop}, {load.clients} clients, {load.per_request} images a request, seed {load.seed}"),
-        ("images", f"{report.images} in {report.seconds:.1f} s, {report.requests} requests"),
-        ("throughput", f"{report.images_per_s:.2f} images/s, {report.received_mb_per_s:.1f} MB/s received"),
+        ("images", f"{report.images} in {report.seconds:.1f} s, {report.requests} requests, {failed} of them failed"),
+        (
+            "throughput",
+            f"{report.images_per_s:.2f} images/s, {report.patches_per_s:,.0f} patches/s, "
+            f"{report.rows_per_s:,.0f} rows/s, {report.received_mb_per_s:.1f} MB/s received",
+        ),
     ]
     if report.images:
-        times = (("p50", report.p50_ms), ("p90", report.p90_ms), ("p99", report.p99_ms), ("worst", report.worst_ms))
-        lines += [(name, f"{milliseconds:.1f} ms") for name, milliseconds in times]
+        lines.append(("cached", f"{report.cached} images, {report.cached / report.images:.0%}"))
+        times = {
+            "p50": report.p50_ms,
+            "p90": report.p90_ms,
+            "p95": report.p95_ms,
+            "p99": report.p99_ms,
+            "worst": report.worst_ms,
+        }
+        lines += [(name, f"{milliseconds:.1f} ms") for name, milliseconds in times.items()]
         lines.append(("late", f"{report.late_ms:.1f} ms at most, for want of a free client"))
     lines += [(f"error {code}", f"{count} requests") for code, count in report.errors]
     width = max(len(name) for name, _ in lines)
@@ -121,10 +138,10 @@ class _Run:
         self._random = random.Random(load.seed)  # noqa: S311
         self._lock = threading.Lock()
         self._next_image = 0
-        self._rows: dict[Size, int] = {}
+        self._plans: dict[Size, PlannedImage] = {}
         self._times_ms: list[float] = []
         self._late_ms = 0.0
-        self._images = self._received = 0
+        self._images = self._cached = self._patches = self._rows = self._received = 0
         self._errors: Counter[str] = Counter()
         self._start = self._next_due = self._end = 0.0
 
@@ -170,8 +187,8 @@ class _Run:
         pictures = [self._pictures(request.first + index) for index in range(request.count)]
         late_ms = max(0.0, time.perf_counter() - request.due) * 1e3
         try:
-            rows = [self._plan(connection, picture.size) for picture in pictures]
-            received = connection.embed(pictures, rows)
+            plans = [self._plan(connection, picture.size) for picture in pictures]
+            answer = connection.embed(pictures, [plan.rows for plan in plans])
         except (RequestError, ClientError) as failure:
             with self._lock:
                 self._errors[str(failure) if isinstance(failure, RequestError) else "not_planned"] += 1
@@ -184,7 +201,10 @@ class _Run:
             self._times_ms.append((self._end - request.due) * 1e3)
             self._late_ms = max(self._late_ms, late_ms)
             self._images += request.count
-            self._received += received
+            self._cached += answer.cached
+            self._patches += sum(plan.patches for plan in plans)
+            self._rows += sum(plan.rows for plan in plans)
+            self._received += answer.num_bytes
 
     def _connect(self) -> BenchClient:
         load = self._load
@@ -192,10 +212,10 @@ class _Run:
             load.url, layout=load.layout, dtype=load.dtype, timeout_s=load.timeout_s, api_key=load.api_key
         )
 
-    def _plan(self, connection: BenchClient, size: Size) -> int:
-        if size not in self._rows:
-            self._rows[size] = connection.plan(size)
-        return self._rows[size]
+    def _plan(self, connection: BenchClient, size: Size) -> PlannedImage:
+        if size not in self._plans:
+            self._plans[size] = connection.plan(size)
+        return self._plans[size]
 
     def _report(self) -> LoadReport:
         seconds = max(self._end - self._start, 1e-9)
@@ -203,11 +223,15 @@ class _Run:
         return LoadReport(
             requests=len(self._times_ms) + self._errors.total(),
             images=self._images,
+            cached=self._cached,
             seconds=seconds,
             images_per_s=self._images / seconds,
+            patches_per_s=self._patches / seconds,
+            rows_per_s=self._rows / seconds,
             received_mb_per_s=self._received / seconds / 1e6,
             p50_ms=_percentile(times, 50),
             p90_ms=_percentile(times, 90),
+            p95_ms=_percentile(times, 95),
             p99_ms=_percentile(times, 99),
             worst_ms=times[-1],
             late_ms=self._late_ms,

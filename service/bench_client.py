@@ -8,6 +8,7 @@ import struct
 import urllib.parse
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -18,12 +19,23 @@ from service.schemas import JSON, MULTIPART, SAFETENSORS
 _MAX_HEADER_BYTES = 2**20
 
 
-class _PlannedSize(msgspec.Struct):
+class PlannedImage(msgspec.Struct, frozen=True):
+    """What /plan says of an image of one size."""
+
     rows: int
+    patches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back: its bytes, and the images that the server says it knew."""
+
+    num_bytes: int
+    cached: int
 
 
 class _Planned(msgspec.Struct):
-    data: tuple[_PlannedSize, ...]
+    data: tuple[PlannedImage, ...]
 
 
 class _ErrorDetail(msgspec.Struct):
@@ -37,6 +49,18 @@ class _ErrorBody(msgspec.Struct):
 class _Tensor(msgspec.Struct):
     shape: tuple[int, int]
     data_offsets: tuple[int, int]
+
+
+class _Metadata(msgspec.Struct):
+    patchgrid: str
+
+
+class _Usage(msgspec.Struct):
+    cached: int
+
+
+class _Summary(msgspec.Struct):
+    usage: _Usage
 
 
 class RequestError(Exception):
@@ -68,8 +92,8 @@ class BenchClient:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def plan(self, size: Size) -> int:
-        """How many rows an image of this size comes to, as the server says."""
+    def plan(self, size: Size) -> PlannedImage:
+        """What an image of this size comes to, as the server says."""
         try:
             self._send("/plan", msgspec.json.encode({"sizes": [size]}), {"Content-Type": JSON})
             response = self._http.getresponse()
@@ -79,12 +103,12 @@ class BenchClient:
         if response.status != 200:
             raise ClientError(f"{self._url}/plan answered {response.status} {_code(body, response.status)}")
         try:
-            return msgspec.json.decode(body, type=_Planned).data[0].rows
+            return msgspec.json.decode(body, type=_Planned).data[0]
         except (msgspec.DecodeError, IndexError):
             raise ClientError(f"{self._url}/plan does not answer as patchgrid does") from None
 
-    def embed(self, pictures: Sequence[Picture], rows: Sequence[int]) -> int:
-        """Embed images and check how many rows come back. Returns the bytes of the answer."""
+    def embed(self, pictures: Sequence[Picture], rows: Sequence[int]) -> Answer:
+        """Embed images and check how many rows come back."""
         try:
             self._post(pictures)
             response = self._http.getresponse()
@@ -116,7 +140,7 @@ class BenchClient:
     def _send(self, path: str, body: bytes, headers: dict[str, str]) -> None:
         self._http.request("POST", self._path + path, body, self._headers | headers)
 
-    def _read(self, response: http.client.HTTPResponse, rows: Sequence[int]) -> int:
+    def _read(self, response: http.client.HTTPResponse, rows: Sequence[int]) -> Answer:
         head = response.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else _MAX_HEADER_BYTES
         if length >= _MAX_HEADER_BYTES:
@@ -127,20 +151,26 @@ class BenchClient:
             num_bytes += received
             if response.length and response.length > len(self._buffer):
                 self._buffer = memoryview(bytearray(min(response.length, 2**22)))
-        if not _is_answer(header, rows, num_bytes):
-            raise RequestError("wrong_answer")
-        return 8 + length + num_bytes
+        return Answer(8 + length + num_bytes, _check(header, rows, num_bytes))
 
 
-def _is_answer(header: bytes, rows: Sequence[int], num_bytes: int) -> bool:
-    """Whether a safetensors header has these tensors, "0", "1", ..., in so many bytes."""
+def _check(header: bytes, rows: Sequence[int], num_bytes: int) -> int:
+    """Check that a safetensors header has these tensors, "0", "1", ..., in so many bytes. Returns how many were cached.
+
+    Raises:
+        RequestError: it has others.
+    """
     try:
         fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         tensors = [msgspec.json.decode(fields[str(index)], type=_Tensor) for index in range(len(rows))]
+        metadata = msgspec.json.decode(fields["__metadata__"], type=_Metadata)
+        summary = msgspec.json.decode(metadata.patchgrid, type=_Summary)
     except (msgspec.DecodeError, KeyError):
-        return False
+        raise RequestError("wrong_answer") from None
     shapes_match = [tensor.shape[0] for tensor in tensors] == list(rows)
-    return shapes_match and len(fields) == len(rows) + 1 and tensors[-1].data_offsets[1] == num_bytes
+    if not (shapes_match and len(fields) == len(rows) + 1 and tensors[-1].data_offsets[1] == num_bytes):
+        raise RequestError("wrong_answer")
+    return summary.usage.cached
 
 
 def _code(body: bytes, status: int) -> str:

@@ -4,7 +4,7 @@ Invariant: the image of a number is the same bytes whenever it is asked for.
 """
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,6 +24,14 @@ MIXED_SIZES: tuple[Size, ...] = (
     (1280, 720),
     (1700, 2200),
 )
+
+MIXES: Mapping[str, tuple[Size, ...]] = {
+    "mixed": MIXED_SIZES,
+    "small": ((300, 300), (500, 333), (224, 224), (300, 300)),
+    "screens": ((1920, 1080), (1280, 720), (1080, 1920)),
+    "thumbnails": (*((300, 300),) * 9, (1920, 1080)),
+}
+"""What the benchmarks send, in this order and over again: of thumbnails, one in ten is a screen."""
 
 _QUANTIZERS = 32
 _VARIED = 4

@@ -11,6 +11,8 @@ import pytest
 from PIL import Image
 from server import Server
 
+from encoder.config import DEMO
+from encoder.geometry import plan
 from service.bench import Load, run_load
 from service.bench_images import MIXED_SIZES, Photos, Picture
 from service.cli import main
@@ -34,8 +36,13 @@ def broken_url() -> Iterator[str]:
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
             is_plan = self.path == "/plan"
-            header = b'{"__metadata__":{},"0":{"dtype":"BF16","shape":[1,2],"data_offsets":[0,4]}}'
-            body = b'{"data":[{"rows":100}]}' if is_plan else len(header).to_bytes(8, "little") + header + bytes(4)
+            tensor = b'"0":{"dtype":"BF16","shape":[1,2],"data_offsets":[0,4]}'
+            header = rb'{"__metadata__":{"patchgrid":"{\"usage\":{\"cached\":0}}"},' + tensor + b"}"
+            body = (
+                b'{"data":[{"rows":100,"patches":784}]}'
+                if is_plan
+                else len(header).to_bytes(8, "little") + header + bytes(4)
+            )
             self.send_response(200)
             self.send_header("content-type", "application/json" if is_plan else "application/x-safetensors")
             self.send_header("content-length", str(len(body)))
@@ -94,6 +101,10 @@ def test_a_closed_loop_sends_as_many_images_as_it_is_told(server: Server) -> Non
     assert (report.requests, report.images, report.errors) == (10, 10, ())
     assert 0 < report.p50_ms <= report.p90_ms <= report.p99_ms <= report.worst_ms
     assert report.images_per_s == pytest.approx(10 / report.seconds)
+    plans = [plan(DEMO, *size) for size in SIZES]
+    assert report.patches_per_s == pytest.approx(5 * sum(each.num_patches for each in plans) / report.seconds)
+    assert report.rows_per_s == pytest.approx(5 * sum(each.num_rows for each in plans) / report.seconds)
+    assert report.cached == 0
     assert server.metric("patchgrid_cache_lookups_total", result="computed") == before + 10
 
 
@@ -124,7 +135,8 @@ def test_requests_of_several_images_are_checked_as_one(server: Server) -> None:
 
 def test_same_images_are_answered_from_the_cache(server: Server) -> None:
     before = server.metric("patchgrid_cache_lookups_total", result="computed")
-    run_load(Load(server.url, clients=2, images=12, seed=15), Photos(SIZES, seed=15, same=True))
+    report = run_load(Load(server.url, clients=1, images=12, seed=15), Photos(SIZES, seed=15, same=True))
+    assert (report.images, report.cached) == (12, 10)
     assert server.metric("patchgrid_cache_lookups_total", result="computed") == before + 2
 
 
@@ -169,7 +181,7 @@ def test_bench_prints_a_table_and_saves_it(server: Server, tmp_path: Path, capsy
     flags = ["--images=6", "--clients=2", "--sizes=300x300,500x333", "--seed=20", f"--json={file}", "--api-key=secret"]
     assert main(["bench", server.url, *flags]) == 0
     printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert printed.keys() == {"load", "images", "throughput", "p50", "p90", "p99", "worst", "late"}
+    assert printed.keys() == {"load", "images", "throughput", "cached", "p50", "p90", "p95", "p99", "worst", "late"}
     assert printed["images"].startswith("6 in ")
     saved = json.loads(file.read_text())
     assert saved["load"]["seed"] == 20
