@@ -2,21 +2,25 @@
 
 Invariant: throughput is also given per second of each process's CPU time, because load, front end, decoders and rank
 share the cores here, and a GPU host's front end has a core of its own.
+
+    .venv/bin/python -m benchmarks.front_end --seconds 2 --rounds 1      # half a minute, to try it
 """
 
-import argparse
 import io
 import os
 import resource
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image, ImageOps
 
-from benchmarks._common import Server, describe_machine, report
+from benchmarks._chart import draw_shares, open_chart
+from benchmarks._progress import Steps, show_steps
+from benchmarks._report import describe_machine, make_parser, report
+from benchmarks._server import Server
 from benchmarks._stages import Stages
 from encoder.config import DEEPSEEK_V4
 from encoder.image import read_canvas
@@ -92,11 +96,10 @@ class FlatImages:
 
 def main() -> None:
     """Measure every kind of load with one server, and decoding in this process."""
-    parser = argparse.ArgumentParser(prog="benchmarks.front_end", description=__doc__)
+    parser = make_parser("benchmarks.front_end", __doc__)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each load")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5, help="of decoding")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
 
     machine = describe_machine()
@@ -116,12 +119,12 @@ def main() -> None:
     throughputs: list[Throughput] = []
     shares: list[StageShares] = []
     flags = ("--model=random:deepseek_v4", "--device=cpu", "--nproc-per-node=1")
-    with Server(*flags, "--worker-module=benchmarks.instant_worker") as server:
+    with Server(*flags, "--worker-module=benchmarks.instant_worker") as server, show_steps(len(loads)) as steps:
         server.wait_for("/health/ready")
         run_load(Load(server.url, clients=options.clients, images=len(seen)), loads["known files, 350 rows"][0])
         for name, (pictures, per_request) in loads.items():
             load = Load(server.url, clients=options.clients, seconds=options.seconds, per_request=per_request)
-            throughput, share = _measure(server, name, load, pictures)
+            throughput, share = _measure(server, name, load, pictures, steps)
             throughputs.append(throughput)
             shares.append(share)
     decoding = [_compare_decoding(size, options.rounds) for size in sorted(set(MIXED_SIZES))]
@@ -130,13 +133,19 @@ def main() -> None:
         "shares of the stages": shares,
         "decoding": decoding,
     }
-    report(tables, machine, options.json)
+    machine = report(tables, machine, options.json)
+    if options.png:
+        labels = [f"{each.images_are}\n{each.images_per_s:,.0f} images/s" for each in throughputs]
+        parts = {stage: [getattr(share, stage) for share in shares] for stage in _STAGES}
+        with open_chart(options.png, "Where an image's time goes, less the tower's", machine) as (axes,):
+            draw_shares(axes, labels, parts)
 
 
-def _measure(server: Server, name: str, load: Load, pictures: Pictures) -> tuple[Throughput, StageShares]:
-    stages, cpu_s, own_s = Stages.of(server.url), _cpu_s(server), _own_cpu_s()
-    served = run_load(load, pictures)
-    used_s = {part: seconds - cpu_s[part] for part, seconds in _cpu_s(server).items()}
+def _measure(server: Server, name: str, load: Load, pictures: Pictures, steps: Steps) -> tuple[Throughput, StageShares]:
+    stages, cpu_s, own_s = Stages.of(server.url), server.cpu_s(), _own_cpu_s()
+    served = run_load(load, pictures, on_progress=steps.watch(name))
+    steps.done(f"{name}: {served.images_per_s:.1f} images/s")
+    used_s = {part: seconds - cpu_s[part] for part, seconds in server.cpu_s().items()}
     load_s, spent = _own_cpu_s() - own_s, Stages.of(server.url).since(stages)
     images = max(served.images, 1)
 
@@ -160,15 +169,6 @@ def _measure(server: Server, name: str, load: Load, pictures: Pictures) -> tuple
     total_ms = max(spent.ms(*_STAGES), 1e-9)
     parts = {stage: spent.ms(stage) / total_ms for stage in _STAGES}
     return throughput, StageShares(images_are=name, ms_per_image=total_ms / images, **parts)
-
-
-def _cpu_s(server: Server) -> Mapping[str, float]:
-    processes = server.processes()
-    for child in processes["front end"].children(recursive=True):
-        if "benchmarks.instant_worker" in child.cmdline() and "distributed.agent" not in child.cmdline():
-            processes["rank"] = child
-    times = {name: process.cpu_times() for name, process in processes.items()}
-    return {name: each.user + each.system for name, each in times.items()}
 
 
 def _own_cpu_s() -> float:

@@ -2,9 +2,10 @@
 
 Invariant: server, load and poller are processes of their own, and the poller asks over one connection of its own, so
 that what is measured is the server. A poll that fell due while the one before it was unanswered counts from then.
+
+    .venv/bin/python -m benchmarks.health --body raw --seconds 5      # ten seconds, to try it
 """
 
-import argparse
 import asyncio
 import base64
 import http.client
@@ -17,12 +18,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 
-from benchmarks._common import Server, describe_machine, draw_photo, percentile, report
+from benchmarks._chart import draw_bars, open_chart
+from benchmarks._progress import show_steps
+from benchmarks._report import describe_machine, make_parser, percentile, report
+from benchmarks._server import Server
+from service.bench_images import Photos
 
 _SIZE = (4000, 3000)
 _BODIES = ("raw", "multipart", "json")
@@ -74,21 +78,33 @@ class LoadResult:
 
 def main() -> int:
     """Measure each kind of body; 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(prog="benchmarks.health", description=__doc__)
+    parser = make_parser("benchmarks.health", __doc__)
     parser.add_argument("--body", nargs="+", choices=_BODIES, default=_BODIES)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=20.0, help="of load, for each kind of body")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
 
     machine = describe_machine()
-    photo = draw_photo(*_SIZE)
+    photo = Photos([_SIZE], seed=0)(0).data
     print(f"{options.clients} clients post JPEGs of {_SIZE[0]} x {_SIZE[1]} pixels, {len(photo) / 2**20:.1f} MiB each")
-    with Server(f"--model={options.model}") as server:
+    rows = []
+    with Server(f"--model={options.model}") as server, show_steps(len(options.body)) as steps:
         server.wait_for("/health/ready")
-        rows = [_measure(server, kind, photo, options.clients, options.seconds) for kind in options.body]
-    report({"GET /health/live under load": rows}, machine, options.json)
+        for kind in options.body:
+            steps.begin(f"{kind}, {options.seconds:g} s")
+            rows.append(_measure(server, kind, photo, options.clients, options.seconds))
+            steps.done(f"{kind}: worst {rows[-1].worst_ms:.1f} ms")
+    machine = report({"GET /health/live under load": rows}, machine, options.json)
+    if options.png:
+        title = f"GET /health/live while {options.clients} clients post {_SIZE[0]} x {_SIZE[1]} JPEGs"
+        series = {
+            "median": [row.median_ms for row in rows],
+            "99 %": [row.p99_ms for row in rows],
+            "worst": [row.worst_ms for row in rows],
+        }
+        with open_chart(options.png, title, machine) as (axes,):
+            draw_bars(axes, [row.body for row in rows], series, "ms")
 
     met = all(row.median_ms <= _LIMIT_MEDIAN_MS and row.worst_ms <= _LIMIT_WORST_MS for row in rows)
     bounds = f"at most {_LIMIT_MEDIAN_MS:g} ms at the median and {_LIMIT_WORST_MS:g} ms at worst"
@@ -104,9 +120,9 @@ def _measure(server: Server, kind: str, photo: bytes, clients: int, seconds: flo
     load.start()
     theirs.close()
     ours.recv()  # it has begun; if it could not, this raises EOFError and its traceback is above
-    before = _cpu_s(server)
+    before = server.cpu_s()
     polls = _poll(server.url, seconds)
-    after = _cpu_s(server)
+    after = server.cpu_s()
     result: LoadResult = ours.recv()
     load.join()
     answer_ms = [poll.answer_ms for poll in polls]
@@ -184,11 +200,6 @@ def _poll(url: str, seconds: float) -> Sequence[Poll]:
         due += _INTERVAL_S
     connection.close()
     return polls
-
-
-def _cpu_s(server: Server) -> dict[str, float]:
-    times = {name: process.cpu_times() for name, process in server.processes().items()}
-    return {name: each.user + each.system for name, each in times.items()}
 
 
 if __name__ == "__main__":

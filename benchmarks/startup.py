@@ -2,9 +2,10 @@
 
 Invariant: a real server is started for every figure. Memory is the kernel's peak of resident memory (VmHWM); what
 processes share, as libraries, counts in each of them.
+
+    .venv/bin/python -m benchmarks.startup --model demo --rounds 1      # ten seconds, to try it
 """
 
-import argparse
 import re
 import statistics
 from dataclasses import dataclass
@@ -12,7 +13,11 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks._common import Server, describe_machine, draw_photo, report
+from benchmarks._chart import draw_bars, open_chart
+from benchmarks._progress import show_steps
+from benchmarks._report import describe_machine, make_parser, report
+from benchmarks._server import Server
+from service.bench_images import Photos
 
 # What is embedded before the second look at memory: one request with all, so that they share a batch if they can.
 _SIZES = ((1920, 1080), (640, 480), (500, 333), (300, 300))
@@ -53,27 +58,35 @@ class _Start:
 
 def main() -> None:
     """Measure every model with every number of ranks."""
-    parser = argparse.ArgumentParser(prog="benchmarks.startup", description=__doc__)
+    parser = make_parser("benchmarks.startup", __doc__)
     parser.add_argument("--model", nargs="+", default=["demo", "random:deepseek_v4"])
     parser.add_argument("--nproc-per-node", nargs="+", type=int, default=[1])
     parser.add_argument("--device", default="auto")
     parser.add_argument(
         "--rounds", type=int, default=3, help="starts of each; the median time and the highest peak count"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
 
     machine = describe_machine()
-    photos = [draw_photo(width, height, seed=seed) for seed, (width, height) in enumerate(_SIZES)]
+    photos = [Photos([size], seed=seed)(0).data for seed, size in enumerate(_SIZES)]
     times: list[ReadyTime] = []
     peaks: list[PeakMemory] = []
-    for model in options.model:
-        for ranks in options.nproc_per_node:
-            starts = [_start(model, ranks, options.device, photos) for _ in range(options.rounds)]
+    kinds = [(model, ranks) for model in options.model for ranks in options.nproc_per_node]
+    with show_steps(len(kinds) * options.rounds) as steps:
+        for model, ranks in kinds:
+            starts = []
+            for _ in range(options.rounds):
+                steps.begin(f"{model}, {ranks} rank(s)")
+                starts.append(_start(model, ranks, options.device, photos))
+                steps.done(f"{model}, {ranks} rank(s): ready after {starts[-1].ready_s:.1f} s")
             times.append(_summarize_times(model, ranks, starts))
             peaks += _summarize_peaks(model, ranks, starts)
-            print(f"{model}, {ranks} rank(s): ready after " + ", ".join(f"{each.ready_s:.1f} s" for each in starts))
-    report({"time to ready": times, "peak resident memory": peaks}, machine, options.json)
+    machine = report({"time to ready": times, "peak resident memory": peaks}, machine, options.json)
+    if options.png:
+        labels = [f"{each.model}, {each.ranks} rank{'s' * (each.ranks > 1)}" for each in times]
+        series = {"live": [each.live_s for each in times], "ready": [each.ready_s for each in times]}
+        with open_chart(options.png, "From start to live and ready", machine, height_in=1.8 + 0.5 * len(times)) as axes:
+            draw_bars(axes[0], labels, series, "s")
 
 
 def _start(model: str, ranks: int, device: str, photos: list[bytes]) -> _Start:

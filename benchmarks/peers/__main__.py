@@ -2,12 +2,12 @@
 
     python -m venv PEERS && PEERS/bin/pip install -r benchmarks/peers/requirements.txt
     .venv/bin/python -m benchmarks.peers --python PEERS/bin/python
+    .venv/bin/python -m benchmarks.peers --python PEERS/bin/python --rounds 1 --images 2      # a minute, to try it
 
 Invariant: both get the same JPEGs as base64 in JSON and answer with base64, and every answer's size is checked; a round
 has images that neither server has seen.
 """
 
-import argparse
 import asyncio
 import base64
 import os
@@ -23,7 +23,10 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks._common import Server, describe_machine, report
+from benchmarks._chart import draw_bars, open_chart
+from benchmarks._progress import show_steps
+from benchmarks._report import describe_machine, make_parser, report
+from benchmarks._server import Server
 from encoder.config import DEEPSEEK_V4
 from encoder.geometry import plan
 from service.bench_images import MIXED_SIZES, Photos
@@ -65,13 +68,12 @@ class Turn:
 
 def main() -> None:
     """Start both servers, and let them take turns."""
-    parser = argparse.ArgumentParser(prog="benchmarks.peers", description=__doc__)
+    parser = make_parser("benchmarks.peers", __doc__)
     parser.add_argument("--python", type=Path, required=True, help="of the venv that has LitServe and timm")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--images", type=int, default=len(MIXED_SIZES), help="in each turn")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
 
     machine = describe_machine()
@@ -79,7 +81,11 @@ def main() -> None:
     photos = Photos(MIXED_SIZES, seed=0)
     rows = []
     flags = ("--model=random:deepseek_v4", "--device=cpu", "--dtype=bfloat16", "--nproc-per-node=1")
-    with Server(*flags, "--request-timeout-s=1800") as server, _litserve(options.python, options.threads) as peer_url:
+    with (
+        show_steps(2 * options.rounds) as steps,
+        Server(*flags, "--request-timeout-s=1800") as server,
+        _litserve(options.python, options.threads) as peer_url,
+    ):
         sides = {
             "patchgrid": Side(f"{server.url}/embed", lambda image: {"images": [image]}, _rows_of_embed),
             "litserve": Side(f"{peer_url}/predict", lambda image: {"image": image}, lambda body: body["embedding"]),
@@ -90,15 +96,26 @@ def main() -> None:
         for number in range(options.rounds):
             turns = {}
             for name in sorted(sides, reverse=number % 2 == 0):
+                steps.begin(f"round {number + 1}: {name}")
                 first = number * len(MIXED_SIZES)  # the same sizes every round
                 turns[name] = asyncio.run(_run(sides[name], photos, first, options.images, options.clients))
-                print(f"round {number}: {name} {turns[name].images_per_s:.3f} images/s", flush=True)
+                steps.done(f"round {number + 1}: {name} {turns[name].images_per_s:.3f} images/s")
             ours, theirs = turns["patchgrid"], turns["litserve"]
             ratio = ours.images_per_s / theirs.images_per_s
             rows.append(
-                Round(number, options.images, ours.images_per_s, theirs.images_per_s, ratio, ours.p50_s, theirs.p50_s)
+                Round(
+                    number + 1, options.images, ours.images_per_s, theirs.images_per_s, ratio, ours.p50_s, theirs.p50_s
+                )
             )
-    report({f"patchgrid against LitServe and timm, {options.threads} threads": rows}, machine, options.json)
+    machine = report({f"patchgrid against LitServe and timm, {options.threads} threads": rows}, machine, options.json)
+    if options.png:
+        series = {
+            "patchgrid": [row.patchgrid_images_per_s for row in rows],
+            "LitServe with timm": [row.litserve_images_per_s for row in rows],
+        }
+        title = f"The same images through both, {options.clients} clients, {options.threads} threads"
+        with open_chart(options.png, title, machine, height_in=1.8 + 0.5 * len(rows)) as (axes,):
+            draw_bars(axes, [f"round {row.round}" for row in rows], series, "images/s")
 
 
 def _rows_of_embed(body: dict[str, object]) -> object:

@@ -11,14 +11,12 @@ import base64
 from typing import Any
 
 import litserve
-import timm
 import torch
 from torch import Tensor
 
+from benchmarks.peers.timm_tower import build_tower, normalise
 from encoder.config import DEEPSEEK_V4
 from encoder.image import read_canvas
-
-_MODEL = "deepseek_vit_412m_enc.deepseek_v4_flash_vision_exp"
 
 
 class TowerApi(litserve.LitAPI):  # type: ignore[misc]
@@ -31,15 +29,13 @@ class TowerApi(litserve.LitAPI):  # type: ignore[misc]
     def setup(self, device: str) -> None:
         """Build the tower in the worker's process."""
         torch.set_num_threads(self._threads)
-        torch.manual_seed(0)
-        self._device = device
-        self._tower = timm.create_model(_MODEL, pretrained=False).eval().to(device, torch.bfloat16)
+        self._device = torch.device(device)
+        self._tower = build_tower(DEEPSEEK_V4, None, self._device, torch.bfloat16)
 
     def decode_request(self, request: dict[str, str]) -> Tensor:
         """The image as (1, 3, H, W) in bfloat16, normalised to [-1, 1]."""
         canvas = read_canvas(base64.b64decode(request["image"]), DEEPSEEK_V4, "vllm", limit_pixels=10**8)
-        pixels = torch.from_numpy(canvas.pixels).permute(2, 0, 1).float()
-        return ((pixels / 255 - 0.5) / 0.5).bfloat16().unsqueeze(0)
+        return normalise(torch.from_numpy(canvas.pixels), torch.device("cpu"), torch.bfloat16)
 
     def batch(self, inputs: list[Tensor]) -> list[Tensor]:
         """Sizes differ: nothing to stack."""
