@@ -1,7 +1,7 @@
 """A load for /embed: closed loop or open loop, seeded images of many sizes that are all different, checked answers.
 
 Invariant: a request's time counts from when it was due, so a server that falls behind cannot slow its own load down
-unnoticed; and an answer counts only if its rows are as many as POST /plan says.
+unnoticed; and an answer counts only if its rows are as many as the grid that POST /plan tells has in the layout.
 """
 
 import random
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from encoder.layout import Layout, num_layout_rows
 from service.bench_client import BenchClient, PlannedImage, RequestError
 from service.bench_images import Pictures, Size
 from service.client import ClientError
@@ -36,7 +37,7 @@ class Load:
     images: int | None = None
     seconds: float | None = None
     per_request: int = 1
-    layout: str = "rows"
+    layout: Layout = "rows"
     dtype: str = "bfloat16"
     seed: int = 0
     timeout_s: float = 300.0
@@ -87,9 +88,10 @@ def run_load(load: Load, pictures: Pictures, *, on_progress: Callable[[int, int]
 def render_report(load: Load, report: LoadReport) -> str:
     """The report as lines for a terminal."""
     failed = sum(count for _, count in report.errors)
+    images = "1 image" if load.per_request == 1 else f"{load.per_request} images"
     loop = "closed loop" if load.rate is None else f"{load.rate:g} images/s due"
     lines = [
-        ("load", f"{loop}, {load.clients} clients, {load.per_request} images a request, seed {load.seed}"),
+        ("load", f"{loop}, {load.clients} clients, {images} a request, seed {load.seed}"),
         ("images", f"{report.images} in {report.seconds:.1f} s, {report.requests} requests, {failed} of them failed"),
         (
             "throughput",
@@ -188,7 +190,8 @@ class _Run:
         late_ms = max(0.0, time.perf_counter() - request.due) * 1e3
         try:
             plans = [self._plan(connection, picture.size) for picture in pictures]
-            answer = connection.embed(pictures, [plan.rows for plan in plans])
+            rows = [num_layout_rows(self._load.layout, plan.llm_grid) for plan in plans]
+            answer = connection.embed(pictures, rows)
         except (RequestError, ClientError) as failure:
             with self._lock:
                 self._errors[str(failure) if isinstance(failure, RequestError) else "not_planned"] += 1
@@ -203,7 +206,7 @@ class _Run:
             self._images += request.count
             self._cached += answer.cached
             self._patches += sum(plan.patches for plan in plans)
-            self._rows += sum(plan.rows for plan in plans)
+            self._rows += sum(rows)
             self._received += answer.num_bytes
 
     def _connect(self) -> BenchClient:

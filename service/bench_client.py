@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from encoder.geometry import Grid
 from service.bench_images import Picture, Size
 from service.client import ClientError
 from service.schemas import JSON, MULTIPART, SAFETENSORS
@@ -22,7 +23,7 @@ _MAX_HEADER_BYTES = 2**20
 class PlannedImage(msgspec.Struct, frozen=True):
     """What /plan says of an image of one size."""
 
-    rows: int
+    llm_grid: Grid
     patches: int
 
 

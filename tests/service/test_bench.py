@@ -13,6 +13,7 @@ from server import Server
 
 from encoder.config import DEMO
 from encoder.geometry import plan
+from encoder.layout import Layout, num_layout_rows
 from service.bench import Load, run_load
 from service.bench_images import MIXED_SIZES, Photos, Picture
 from service.cli import main
@@ -39,7 +40,7 @@ def broken_url() -> Iterator[str]:
             tensor = b'"0":{"dtype":"BF16","shape":[1,2],"data_offsets":[0,4]}'
             header = rb'{"__metadata__":{"patchgrid":"{\"usage\":{\"cached\":0}}"},' + tensor + b"}"
             body = (
-                b'{"data":[{"rows":100,"patches":784}]}'
+                b'{"data":[{"llm_grid":[10,10],"patches":784}]}'
                 if is_plan
                 else len(header).to_bytes(8, "little") + header + bytes(4)
             )
@@ -131,6 +132,15 @@ def test_in_an_open_loop_waiting_for_a_client_is_part_of_the_time(server: Server
 def test_requests_of_several_images_are_checked_as_one(server: Server) -> None:
     report = run_load(Load(server.url, clients=1, images=7, per_request=3, seed=14), Photos(SIZES, seed=14))
     assert (report.requests, report.images, report.errors) == (3, 7, ())
+
+
+@pytest.mark.parametrize("layout", ["rows", "v4", "v41"])
+def test_every_layout_is_checked_by_its_own_rows(server: Server, layout: Layout) -> None:
+    load = Load(server.url, clients=1, images=2, layout=layout, dtype="float16")
+    report = run_load(load, Photos(SIZES, seed=21, same=True))
+    assert (report.images, report.errors) == (2, ())
+    grids = [plan(DEMO, *size).llm_grid for size in SIZES]
+    assert report.rows_per_s == pytest.approx(sum(num_layout_rows(layout, grid) for grid in grids) / report.seconds)
 
 
 def test_same_images_are_answered_from_the_cache(server: Server) -> None:
