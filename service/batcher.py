@@ -170,7 +170,7 @@ class Batcher:
     async def _settle(self, batch: list[QueuedImage]) -> None:
         started = time.perf_counter()
         for image in batch:
-            self._metrics.stage_seconds.labels("queue").observe(started - image.queued_at)
+            self._metrics.observe_stage("queue", started - image.queued_at)
         num_patches = sum(image.num_patches for image in batch)
         self._metrics.batch_size_patches.observe(num_patches)
         try:

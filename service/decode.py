@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from encoder.config import VisionConfig
-from encoder.image import Canvas
 from service.decode_process import Setup
-from service.decoder import Decoder
+from service.decoder import Decoder, Drawing
 from service.errors import ServiceError
 from service.metrics import Metrics
 from service.settings import Settings
@@ -37,7 +36,7 @@ class DecodePool:
 
     def __init__(self, settings: Settings, config: VisionConfig, metrics: Metrics) -> None:
         self._metrics = metrics
-        setup = Setup(config, settings.image_profile, settings.limit_image_pixels)
+        setup = Setup(config, settings.image_profile, settings.limit_image_pixels, settings.digest_key)
         with contextlib.ExitStack() as undo:
             self._decoders: list[Decoder] = []
             for _ in range(settings.num_decode_processes):
@@ -62,7 +61,7 @@ class DecodePool:
         """Call a function off the event loop: parsing, hashing, rendering. What it raises is raised here."""
         return await self._submit(self._side, lambda: function(*args, **kwargs))
 
-    async def canvas(self, data: bytes | memoryview, index: int) -> Canvas:
+    async def draw(self, data: bytes | memoryview, index: int) -> Drawing:
         """Decode one image. Its time, waiting for a process included, is the stage `decode`.
 
         Raises:
@@ -84,7 +83,7 @@ class DecodePool:
             decoder.close()
         self._side.shutdown(cancel_futures=True)
 
-    def _draw(self, data: bytes | memoryview) -> Canvas:
+    def _draw(self, data: bytes | memoryview) -> Drawing:
         decoder = self._idle.get_nowait()  # there is one for every thread
         try:
             return decoder.draw(data)

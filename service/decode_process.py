@@ -1,7 +1,8 @@
 """The process that decodes images: `python -m service.decode_process PARENT_PID`, with a socket as its stdin.
 
 Only here do foreign bytes meet Pillow and the C libraries under it, so that a decoder that hangs, crashes or eats
-memory takes nothing along. Invariant: nothing is kept from one image to the next, nor imported but what decoding needs.
+memory takes nothing along, and only here are canvases digested, so that the front end has one pass over them less.
+Invariant: nothing is kept from one image to the next, nor imported but what decoding needs.
 
 A message is a msgpack header behind its length, then the buffer that the header announces. From the front end: `Setup`
 once, then for each image `Encoded`, with the file's bytes. From here: `Ready` once, then for each image in turn
@@ -25,6 +26,7 @@ from distributed.processes import die_with_parent
 from encoder.config import VisionConfig
 from encoder.geometry import Size
 from encoder.image import ImageError, ImageErrorCode, ImageProfile, read_canvas
+from service.identity import canvas_digest
 
 # What a decode may hold at once. WebP with transparency, on its side, is the hungriest: 22 bytes for each pixel.
 MEMORY_BYTES_PER_PIXEL = 48
@@ -42,6 +44,7 @@ class Setup(msgspec.Struct, frozen=True):
     config: VisionConfig
     profile: ImageProfile
     limit_pixels: int
+    digest_key: str
 
 
 class Encoded(msgspec.Struct, frozen=True):
@@ -55,9 +58,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
-    """The image's own size, turned upright. Buffer: its canvas, uint8, height x width x 3 as planned for that size."""
+    """The image's own size, turned upright, and its canvas's digest.
+
+    Buffer: the canvas, uint8, height x width x 3 as planned for that size.
+    """
 
     image_size: Size
+    digest: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -104,7 +111,7 @@ def _answer(front: socket.socket, setup: Setup, data: bytes) -> None:
     except MemoryError:
         front.sendall(pack(Refused("invalid_image", "the image takes too much memory to decode")))
     else:
-        front.sendall(pack(Drawn(canvas.plan.image_size)))
+        front.sendall(pack(Drawn(canvas.plan.image_size, canvas_digest(canvas, key=setup.digest_key))))
         front.sendall(canvas.pixels.data)
 
 

@@ -65,7 +65,7 @@ class Metrics:
         self.cache_bytes = gauge("cache_bytes", "Bytes of rows that are kept.")
         self.cache_images = gauge("cache_images", "Images whose rows are kept.")
         self.batch_size_patches = histogram("batch_size_patches", "Patches in a batch.", _PATCHES_BUCKETS)
-        self.stage_seconds = histogram("stage_seconds", "Time in each stage.", _SECONDS_BUCKETS, "stage")
+        stage_seconds = histogram("stage_seconds", "Time in each stage.", _SECONDS_BUCKETS, "stage")
         self.rank_patches_total = counter("rank_patches_total", "Patches encoded by each rank.", "rank")
         self.imbalance_ratio = histogram("imbalance_ratio", "Largest load of a batch / mean load.", _RATIO_BUCKETS)
         self.restarts_total = counter("restarts_total", "Times the group was started again.")
@@ -78,8 +78,7 @@ class Metrics:
             self.cache_lookups_total.labels(result)
         for where in ("queue", "flight"):
             self.images_dropped_total.labels(where)
-        for stage in get_args(Stage):
-            self.stage_seconds.labels(stage)
+        self._stages = {stage: stage_seconds.labels(stage) for stage in get_args(Stage)}
 
     @contextmanager
     def time_stage(self, stage: Stage) -> Iterator[None]:
@@ -88,7 +87,11 @@ class Metrics:
         try:
             yield
         finally:
-            self.stage_seconds.labels(stage).observe(time.perf_counter() - start)
+            self.observe_stage(stage, time.perf_counter() - start)
+
+    def observe_stage(self, stage: Stage, seconds: float) -> None:
+        """Observe how long a stage took."""
+        self._stages[stage].observe(seconds)
 
     def observe_loads(self, rank_patches: Sequence[int]) -> None:
         """Count one batch's patches on each rank (index = rank) and how unevenly they fell."""

@@ -53,11 +53,11 @@ class Answer:
 async def embed_response(
     answer: Answer, *, accept: str | None, encoding_format: EncodingFormat, pool: DecodePool, metrics: Metrics
 ) -> "ChunkedResponse":
-    """Render an answer off the event loop, as the Accept header asks."""
+    """Render an answer as the Accept header asks: JSON off the event loop; of safetensors only the header is made."""
     media_type = choose_media_type(accept)
     with metrics.time_stage("reply"):
         if media_type == SAFETENSORS:
-            return ChunkedResponse(await pool.run(render_safetensors, answer), media_type)
+            return ChunkedResponse(render_safetensors(answer), media_type)
         return ChunkedResponse(await pool.run(render_json, answer, encoding_format), media_type)
 
 
@@ -66,12 +66,14 @@ def render_json(answer: Answer, encoding_format: EncodingFormat) -> list[Chunk]:
     summary = _summarize(answer)
     # In JSON a quote within a string is escaped: this can only be the field.
     head, field, tail = _dump(summary.model_copy(update={"data": ()})).partition(b'"data":[')
-    chunks: list[Chunk] = [head + field]
+    start, end = (b'"', b'"') if encoding_format == "base64" else (b"[", b"]")
+    chunks: list[Chunk] = []
+    between = head + field
     for info, image in zip(summary.data, answer.images, strict=True):
-        chunks.append((b"," if info.index else b"") + _dump(info).removesuffix(b"}") + b',"embedding":')
+        chunks.append(between + _dump(info).removesuffix(b"}") + b',"embedding":' + start)
         chunks += _base64(image.data) if encoding_format == "base64" else _float_lists(image, answer.dtype)
-        chunks.append(b"}")
-    chunks.append(tail)
+        between = end + b"},"
+    chunks.append(end + b"}" + tail)
     return chunks
 
 
@@ -171,10 +173,8 @@ def _slices(data: memoryview) -> Iterator[memoryview]:
 
 
 def _base64(data: memoryview) -> Iterator[bytes]:
-    yield b'"'
     for octets in _slices(data):
         yield binascii.b2a_base64(octets, newline=False)
-    yield b'"'
 
 
 def _float_lists(image: EmbeddedImage, dtype: RowDtype) -> Iterator[bytes]:
@@ -183,8 +183,7 @@ def _float_lists(image: EmbeddedImage, dtype: RowDtype) -> Iterator[bytes]:
     octets = image.data.cast("B")
     row_bytes = image.shape[1] * DTYPE_BYTES[dtype]
     for start in range(0, octets.nbytes, row_bytes):
-        yield (b"," if start else b"[") + encode(_floats(octets[start : start + row_bytes], dtype))
-    yield b"]"
+        yield (b"," if start else b"") + encode(_floats(octets[start : start + row_bytes], dtype))
 
 
 def _floats(row: memoryview, dtype: RowDtype) -> list[float]:

@@ -5,6 +5,7 @@ The process ends with code 0 when it was told to and owes nobody an answer, and 
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -111,6 +112,8 @@ async def _run(parts: Parts, listener: socket.socket, prober: socket.socket | No
     http = HttpServer(create_app(parts), parts.settings)
     probes = HttpServer(create_probe_app(parts), parts.settings) if prober is not None else None
     signals = _catch_signals()
+    gc.collect()
+    gc.freeze()  # what is here stays: to walk through it again held everything up for 50 ms now and then
     supervising = asyncio.create_task(parts.supervisor.run())
     batching = asyncio.create_task(parts.batcher.run())
     listening = asyncio.create_task(http.serve(sockets=[listener]))

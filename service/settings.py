@@ -80,6 +80,11 @@ class Settings(BaseSettings):
     max_patches_per_forward: PositiveInt | None = Field(
         default=None, description="most patches in one forward pass of a rank; without it, what suits the device"
     )
+    graph_patches: NonNegativeInt | None = Field(
+        default=None,
+        description="patches of the largest forward that is replayed as a CUDA graph, 0 for none; without it, what "
+        "suits the device",
+    )
     max_patches_per_batch: PositiveInt | None = Field(
         default=None,
         description="most patches in one batch over all ranks; without it, a forward pass for every rank, or what "
@@ -185,6 +190,11 @@ class Settings(BaseSettings):
     def num_decode_processes(self) -> int:
         """Processes that decode images, the default resolved."""
         return self.decode_processes or min(os.cpu_count() or 1, _MAX_DECODERS)
+
+    @property
+    def digest_key(self) -> str:
+        """What digests are keyed with; empty without an id key."""
+        return self.id_key.get_secret_value() if self.id_key is not None else ""
 
 
 def load_settings(argv: Sequence[str]) -> Settings:

@@ -283,10 +283,10 @@ class Supervisor:
 
     def _observe(self, debt: Debt, answer: Encoded) -> None:
         round_trip_s = time.perf_counter() - debt.sent_at
-        stage = self._metrics.stage_seconds
-        stage.labels("encode").observe(answer.encode_s)
-        stage.labels("gather").observe(answer.gather_s)
-        stage.labels("link").observe(max(0.0, round_trip_s - answer.wait_s - answer.encode_s - answer.gather_s))
+        self._metrics.observe_stage("encode", answer.encode_s)
+        self._metrics.observe_stage("gather", answer.gather_s)
+        link_s = max(0.0, round_trip_s - answer.wait_s - answer.encode_s - answer.gather_s)
+        self._metrics.observe_stage("link", link_s)
         self._metrics.observe_loads(answer.rank_patches)
 
 

@@ -58,7 +58,7 @@ def url() -> Iterator[str]:
                 raise ServiceError("queue_full", "too many patches are waiting", retry_after_s=9)
             images = []
             for index, data in enumerate(job.images):
-                canvas = await pool.canvas(data, index)
+                canvas = (await pool.draw(data, index)).canvas
                 shape = (canvas.plan.num_rows, DIM)
                 rows = torch.full(shape, len(data), dtype=getattr(torch, job.dtype))
                 octets = memoryview(rows.view(torch.uint8).numpy().tobytes())

@@ -19,7 +19,9 @@ from encoder.config import DEEPSEEK_V4, DEEPSEEK_V41
 from encoder.image import Canvas, read_canvas
 from service.decode import DecodePool
 from service.decode_process import MEMORY_BYTES_PER_PIXEL
+from service.decoder import Drawing
 from service.errors import ServiceError
+from service.identity import canvas_digest
 from service.metrics import Metrics
 from service.settings import Settings
 
@@ -54,7 +56,7 @@ def start_pool(num_processes: int = 1, **settings: float | str) -> DecodePool:
 
 
 def decode(pool: DecodePool, data: bytes = SMALL, index: int = 0) -> Canvas:
-    return asyncio.run(pool.canvas(data, index))
+    return asyncio.run(pool.draw(data, index)).canvas
 
 
 def decode_error(pool: DecodePool, data: bytes = SMALL) -> str:
@@ -83,7 +85,7 @@ def stop(process: psutil.Process) -> None:
 
 def test_an_image_becomes_a_canvas_with_its_plan(pool: DecodePool, goldens: Path, metrics: Metrics) -> None:
     data = (goldens / "images/640x700_RGB.jpeg").read_bytes()
-    canvas = asyncio.run(pool.canvas(data, 0))
+    canvas = asyncio.run(pool.draw(data, 0)).canvas
     assert canvas.plan.image_size == (640, 700)
     assert canvas.pixels.shape == (*canvas.plan.resized[::-1], 3)
     assert b'stage_seconds_count{stage="decode"} 1.0' in metrics.render()[0]
@@ -91,7 +93,7 @@ def test_an_image_becomes_a_canvas_with_its_plan(pool: DecodePool, goldens: Path
 
 def test_a_view_of_a_body_will_do(pool: DecodePool) -> None:
     body = b"--" + png(30, 40) + b"--"
-    assert asyncio.run(pool.canvas(memoryview(body)[2:-2], 0)).plan.image_size == (30, 40)
+    assert asyncio.run(pool.draw(memoryview(body)[2:-2], 0)).canvas.plan.image_size == (30, 40)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_a_view_of_a_body_will_do(pool: DecodePool) -> None:
 )
 def test_an_image_that_cannot_be_used_is_told_with_its_index(pool: DecodePool, data: bytes, code: str) -> None:
     with pytest.raises(ServiceError) as error_info:
-        asyncio.run(pool.canvas(data, 3))
+        asyncio.run(pool.draw(data, 3))
     assert error_info.value.code == code
     assert error_info.value.index == 3
 
@@ -121,12 +123,26 @@ def test_a_canvas_is_the_one_that_the_encoder_draws(goldens: Path, name: str) ->
     np.testing.assert_array_equal(canvas.pixels, ours.pixels)
 
 
-def test_many_at_once_each_get_their_own_and_no_process_more_starts(pool: DecodePool) -> None:
-    async def decode_many() -> list[Canvas]:
-        return await asyncio.gather(*(pool.canvas(png(64 + index, 64), index) for index in range(60)))
+@pytest.mark.parametrize("id_key", [None, "secret"])
+def test_the_digest_is_the_canvas_s_under_the_id_key(id_key: str | None) -> None:
+    with DecodePool(Settings(decode_processes=1, id_key=id_key), DEEPSEEK_V4, Metrics()) as pool:
+        drawing = asyncio.run(pool.draw(SMALL, 0))
+    assert drawing.digest == canvas_digest(drawing.canvas, key=id_key or "")
 
-    canvases = asyncio.run(decode_many())
-    assert [canvas.plan.image_size[0] for canvas in canvases] == list(range(64, 124))
+
+def test_a_decoder_sees_none_of_our_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATCHGRID_API_KEYS", "hidden")
+    with start_pool():
+        [decoder] = decoders()
+        assert not [name for name in decoder.environ() if name.startswith("PATCHGRID_")]
+
+
+def test_many_at_once_each_get_their_own_and_no_process_more_starts(pool: DecodePool) -> None:
+    async def decode_many() -> list[Drawing]:
+        return await asyncio.gather(*(pool.draw(png(64 + index, 64), index) for index in range(60)))
+
+    drawings = asyncio.run(decode_many())
+    assert [drawing.canvas.plan.image_size[0] for drawing in drawings] == list(range(64, 124))
     assert len(decoders()) == 2
     assert sum(thread.name.startswith("decode") for thread in threading.enumerate()) <= 2
 
@@ -143,7 +159,7 @@ def test_answers_do_not_wait_behind_images(pool: DecodePool) -> None:
     data = (png(1000, 1000),) * 40
 
     async def race() -> bool:
-        decoding = asyncio.gather(*(pool.canvas(each, index) for index, each in enumerate(data)))
+        decoding = asyncio.gather(*(pool.draw(each, index) for index, each in enumerate(data)))
         assert await pool.run(lambda: "rendered") == "rendered"
         was_first = not decoding.done()
         await decoding
@@ -188,7 +204,7 @@ def test_a_decode_that_outlives_the_limit_is_ended_and_the_next_works(
 
 def test_one_stuck_decode_keeps_nobody_else_waiting() -> None:
     async def decode_all(pool: DecodePool) -> None:
-        waiting = {asyncio.create_task(pool.canvas(SMALL, index)) for index in range(20)}
+        waiting = {asyncio.create_task(pool.draw(SMALL, index)) for index in range(20)}
         while len(waiting) > 1:
             _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.sleep(0.05)
@@ -214,8 +230,8 @@ def test_a_process_killed_while_idle_is_replaced() -> None:
 
 @pytest.mark.parametrize("data", [SMALL, BULKY], ids=["small", "bulky"])
 def test_an_image_whose_process_is_killed_gets_its_canvas_from_the_next(data: bytes) -> None:
-    async def decode_and_kill(pool: DecodePool) -> Canvas:
-        decoding = asyncio.create_task(pool.canvas(data, 0))
+    async def decode_and_kill(pool: DecodePool) -> Drawing:
+        decoding = asyncio.create_task(pool.draw(data, 0))
         await asyncio.sleep(0.1)
         killed.kill()
         return await decoding
@@ -223,7 +239,7 @@ def test_an_image_whose_process_is_killed_gets_its_canvas_from_the_next(data: by
     with start_pool() as pool:
         [killed] = decoders()
         stop(killed)
-        assert asyncio.run(decode_and_kill(pool)).plan.image_size == (64, 48)
+        assert asyncio.run(decode_and_kill(pool)).canvas.plan.image_size == (64, 48)
 
 
 def test_an_image_that_kills_every_process_is_invalid_and_the_next_works(
@@ -253,12 +269,12 @@ Image.open = open
 
 def test_a_decode_whose_caller_has_gone_gives_its_process_back() -> None:
     async def leave(pool: DecodePool) -> None:
-        left = asyncio.create_task(pool.canvas(SMALL, 0))
+        left = asyncio.create_task(pool.draw(SMALL, 0))
         await asyncio.sleep(0.05)
         left.cancel()
         await asyncio.wait([left])
         process.resume()
-        await pool.canvas(SMALL, 1)
+        await pool.draw(SMALL, 1)
 
     with start_pool() as pool:
         [process] = decoders()
@@ -354,7 +370,7 @@ def test_closing_leaves_no_process_and_no_file_descriptor() -> None:
 
 def test_closing_waits_for_no_decode() -> None:
     async def close_while_decoding(pool: DecodePool) -> list[object]:
-        decoding = [asyncio.create_task(pool.canvas(SMALL, index)) for index in range(3)]
+        decoding = [asyncio.create_task(pool.draw(SMALL, index)) for index in range(3)]
         await asyncio.sleep(0.05)
         pool.close()
         return await asyncio.gather(*decoding, return_exceptions=True)

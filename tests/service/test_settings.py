@@ -116,9 +116,16 @@ def test_the_table_has_a_row_for_every_field() -> None:
     assert rows[2].startswith("| `--model` | `PATCHGRID_MODEL` | `demo` |")
 
 
+_DERIVED = {
+    "nproc_per_node": "num_local_ranks",
+    "decode_processes": "num_decode_processes",
+    "id_key": "digest_key",
+}
+
+
 def test_every_setting_is_obeyed_somewhere() -> None:
     package = Path(service.settings.__file__).parent
     code = "".join(file.read_text() for file in package.glob("*.py") if file.name != "settings.py")
     for name in Settings.model_fields:
-        derived = {"nproc_per_node": "num_local_ranks", "decode_processes": "num_decode_processes"}.get(name, name)
+        derived = _DERIVED.get(name, name)
         assert re.search(rf"\bsettings\.{derived}\b", code), f"no code reads {name}"
