@@ -1,7 +1,8 @@
 """Whether GET /health/live is answered in time while 32 clients post large photographs.
 
 Invariant: server, load and poller are processes of their own, and the poller asks over one connection of its own, so
-that what is measured is the server. A poll that fell due while the one before it was unanswered counts from then.
+that what is measured is the server. A poll that fell due while the one before it was unanswered counts from then. Every
+client has a photograph of its own and no cache knows any: each is decoded and encoded every time.
 
     .venv/bin/python -m benchmarks.health --body raw --seconds 5      # ten seconds, to try it
 """
@@ -62,7 +63,7 @@ class Poll:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What every client posts."""
+    """What one client posts."""
 
     content: bytes
     content_type: str
@@ -86,14 +87,17 @@ def main() -> int:
     options = parser.parse_args()
 
     machine = describe_machine()
-    photo = Photos([_SIZE], seed=0)(0).data
-    print(f"{options.clients} clients post JPEGs of {_SIZE[0]} x {_SIZE[1]} pixels, {len(photo) / 2**20:.1f} MiB each")
+    photos = Photos([_SIZE], seed=0)
+    files = [photos(number).data for number in range(options.clients)]
+    print(
+        f"{options.clients} clients post JPEGs of {_SIZE[0]} x {_SIZE[1]} pixels, {len(files[0]) / 2**20:.1f} MiB each"
+    )
     rows = []
-    with Server(f"--model={options.model}") as server, show_steps(len(options.body)) as steps:
+    with Server(f"--model={options.model}", "--cache-bytes=0") as server, show_steps(len(options.body)) as steps:
         server.wait_for("/health/ready")
         for kind in options.body:
             steps.begin(f"{kind}, {options.seconds:g} s")
-            rows.append(_measure(server, kind, photo, options.clients, options.seconds))
+            rows.append(_measure(server, kind, files, options.seconds))
             steps.done(f"{kind}: worst {rows[-1].worst_ms:.1f} ms")
     machine = report({"GET /health/live under load": rows}, machine, options.json)
     if options.png:
@@ -112,11 +116,11 @@ def main() -> int:
     return 0 if met else 1
 
 
-def _measure(server: Server, kind: str, photo: bytes, clients: int, seconds: float) -> Liveness:
-    body = _build_body(kind, photo)
+def _measure(server: Server, kind: str, files: Sequence[bytes], seconds: float) -> Liveness:
+    bodies = [_build_body(kind, file) for file in files]
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    load = context.Process(target=_run_load, args=(server.url, body, clients, seconds, theirs))
+    load = context.Process(target=_run_load, args=(server.url, bodies, seconds, theirs))
     load.start()
     theirs.close()
     ours.recv()  # it has begun; if it could not, this raises EOFError and its traceback is above
@@ -154,20 +158,20 @@ def _build_body(kind: str, photo: bytes) -> Body:
             return Body(form.read(), form.headers["content-type"])
 
 
-def _run_load(url: str, body: Body, clients: int, seconds: float, report_to: Connection) -> None:
+def _run_load(url: str, bodies: Sequence[Body], seconds: float, report_to: Connection) -> None:
     """The load's process: say when it begins, keep every client busy, say what came of it."""
     report_to.send(None)
     start = time.perf_counter()
-    num_images = asyncio.run(_keep_posting(url, body, clients, start + seconds))
+    num_images = asyncio.run(_keep_posting(url, bodies, start + seconds))
     usage = resource.getrusage(resource.RUSAGE_SELF)
     report_to.send(LoadResult(num_images, (usage.ru_utime + usage.ru_stime) / (time.perf_counter() - start)))
 
 
-async def _keep_posting(url: str, body: Body, clients: int, deadline: float) -> int:
+async def _keep_posting(url: str, bodies: Sequence[Body], deadline: float) -> int:
     """Post from every client until the deadline. Returns the images that were answered before it."""
-    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+    limits = httpx.Limits(max_connections=len(bodies), max_keepalive_connections=len(bodies))
 
-    async def keep_posting(client: httpx.AsyncClient) -> int:
+    async def keep_posting(client: httpx.AsyncClient, body: Body) -> int:
         num_images = 0
         while time.perf_counter() < deadline:
             response = await client.post("/embed", content=body.content, headers={"content-type": body.content_type})
@@ -176,7 +180,7 @@ async def _keep_posting(url: str, body: Body, clients: int, deadline: float) -> 
         return num_images
 
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=120.0, trust_env=False) as client:
-        return sum(await asyncio.gather(*(keep_posting(client) for _ in range(clients))))
+        return sum(await asyncio.gather(*(keep_posting(client, body) for body in bodies)))
 
 
 def _poll(url: str, seconds: float) -> Sequence[Poll]:
