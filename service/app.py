@@ -95,7 +95,9 @@ def _add_work(app: FastAPI, parts: Parts) -> None:
     @app.post(
         "/plan",
         summary="Plan images by their size",
-        responses=error_responses("invalid_request", "body_too_large", "unsupported_media_type"),
+        responses=error_responses(
+            "invalid_request", "body_too_large", "unsupported_media_type", "unsupported_encoding"
+        ),
         openapi_extra=plan_openapi(),
     )
     async def plan_sizes(request: Request) -> PlanResponse:

@@ -6,7 +6,6 @@ cannot be read is refused with the image's index, in words that hold nothing of 
 
 import asyncio
 import binascii
-import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from service.settings import Settings
 S = TypeVar("S", bound=msgspec.Struct)
 
 _LIMIT_PLAN_BYTES = 2**20
-_SLICE_CHARS = 2**20
+_SLICE_CHARS = 2**18
 
 _OPTIONS = EmbedOptions.__struct_fields__
 _SPACES = " \t\r\n\f"
@@ -92,6 +91,7 @@ async def read_embed(
             image is not to be had by its URL.
         ClientDisconnect: the client left before the end.
     """
+    _check_encoding(request)
     kind, parameters = parse_options_header(request.headers.get("content-type"))
     media_type = kind.decode("latin-1")
     is_raw = media_type.startswith("image/") or media_type == OCTETS
@@ -115,6 +115,7 @@ async def read_embed(
 
 async def read_plan(request: Request, settings: Settings, pool: DecodePool) -> PlanRequest:
     """Read the body of POST /plan. Raises as read_embed does."""
+    _check_encoding(request)
     if parse_options_header(request.headers.get("content-type"))[0] != JSON.encode():
         raise ServiceError("unsupported_media_type", f"the Content-Type must be {JSON}")
     body = await _read_body(request, min(_LIMIT_PLAN_BYTES, settings.limit_body_bytes), settings.receive_timeout_s)
@@ -130,10 +131,12 @@ def decode_base64(text: str) -> bytes:
     letters = text.rstrip("=" + _SPACES)
     if "=" in letters:
         raise ValueError("padding before the end")
+    is_plain = not any(mark in letters for mark in f"-_{_SPACES}")
     pieces, rest = [], b""
     # By slices, because binascii does not let go of the interpreter's lock.
     for start in range(0, len(letters), _SLICE_CHARS):
-        rest += letters[start : start + _SLICE_CHARS].encode("ascii").translate(_TO_STANDARD, _SPACES.encode())
+        piece = letters[start : start + _SLICE_CHARS].encode("ascii")
+        rest += piece if is_plain else piece.translate(_TO_STANDARD, _SPACES.encode())
         whole = len(rest) // 4 * 4
         pieces.append(binascii.a2b_base64(rest[:whole], strict_mode=True))
         rest = rest[whole:]
@@ -144,21 +147,27 @@ def decode_base64(text: str) -> bytes:
     return b"".join(pieces)
 
 
+def _check_encoding(request: Request) -> None:
+    codings = ",".join(request.headers.getlist("content-encoding")).lower().split(",")
+    if any(coding.strip() not in ("", "identity") for coding in codings):
+        raise ServiceError("unsupported_encoding", "the body must come as it is: no Content-Encoding is undone here")
+
+
 async def _read_body(request: Request, limit_bytes: int, timeout_s: float) -> bytes:
     too_large = ServiceError("body_too_large", f"the body is larger than {limit_bytes} bytes")
     claimed = request.headers.get("content-length", "")
     if claimed.isdecimal() and (len(claimed) > 20 or int(claimed) > limit_bytes):
         raise too_large  # before it is uploaded
-    body = io.BytesIO()
+    body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
-                if body.tell() + len(chunk) > limit_bytes:
+                if len(body) + len(chunk) > limit_bytes:
                     raise too_large
-                body.write(chunk)
+                body += chunk
     except TimeoutError:
         raise ServiceError("deadline_exceeded", f"the body took longer than {timeout_s:g} s") from None
-    return body.getvalue()
+    return bytes(body)
 
 
 def _parse_json(

@@ -93,6 +93,14 @@ def images_of(response: httpx.Response) -> list[bytes]:
     return [bytes.fromhex(image) for image in response.json()["images"]]
 
 
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "json": ("/embed", {"json": {"images": [PLAIN]}}),
+    "form": ("/embed", {"files": [("a", ("1.png", IMAGE))]}),
+    "raw": ("/embed", {"content": IMAGE, "headers": {"content-type": "image/png"}}),
+    "plan": ("/plan", {"json": {"sizes": [[30, 40]]}}),
+}
+
+
 def error_of(response: httpx.Response) -> tuple[str, int | None]:
     error = response.json()["error"]
     return error["code"], error.get("index")
@@ -564,6 +572,24 @@ def test_sizes_that_are_none_are_refused(post_json: Post, body: str) -> None:
 
 def test_a_plan_takes_json_only(post: Post) -> None:
     assert error_of(post("/plan", content=b"x", headers={"content-type": "image/png"}))[0] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("encoding", ["gzip", "br", "Zstd", "identity, gzip", "a thing"])
+def test_a_body_in_an_encoding_is_refused(post: Post, form: str, encoding: str) -> None:
+    path, request = FORMS[form]
+    headers = request.get("headers", {}) | {"content-encoding": encoding}
+    response = post(path, **request | {"headers": headers})
+    assert response.status_code == 415
+    assert error_of(response) == ("unsupported_encoding", None)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("encoding", ["", "identity", "Identity, identity"])
+def test_a_body_that_says_it_is_in_none_is_read(post: Post, form: str, encoding: str) -> None:
+    path, request = FORMS[form]
+    headers = request.get("headers", {}) | {"content-encoding": encoding}
+    assert post(path, **request | {"headers": headers}).status_code == 200
 
 
 # Over a real socket
