@@ -499,6 +499,7 @@ def test_an_answer_that_is_none_fails(host: Host, fetch: Fetch, answer: bytes) -
     host.answers["/image"] = answer
     with refused("fetch_failed"):
         fetch()
+    assert len(host.heads) == 1, "it failed of the answer"
 
 
 # Limits
@@ -598,6 +599,7 @@ def test_a_connection_that_breaks_fails(host: Host, fetch: Fetch) -> None:
     host.answers["/image"] = reset
     with refused("fetch_failed"):
         fetch()
+    assert len(host.heads) == 1, "it failed of the answer"
 
 
 def test_connections_are_closed_also_when_a_request_is_given_up(host: Host, run: Run) -> None:
