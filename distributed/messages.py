@@ -42,7 +42,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 class Idle(msgspec.Struct, frozen=True, tag="idle"):
-    """Sent by rank 0 to its peers while there is no work, so that no rank waits long enough to time out."""
+    """Sent by rank 0 to its peers while there is no work: finish what is open. Repeated, so that no rank times out."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -85,7 +85,8 @@ class RowsSpec(msgspec.Struct, frozen=True, array_like=True):
 class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
     """The answer to `Encode`. Buffers: one per image in the order of the question, empty where not good.
 
-    `wait_s` passed in rank 0's inbox, behind the batch before; `encode_s` is the slowest rank's, with the scatter.
+    `wait_s` passed in rank 0 behind other batches, and on the way from its device. `encode_s`, scatter included, is the
+    slowest rank's on a CPU. On CUDA it is rank 0's own, and `gather_s` includes the wait for slower ranks.
     """
 
     batch_id: int

@@ -1,7 +1,7 @@
 """What was handed to the worker group and not answered: its debts, in the order in which they were sent.
 
-Rank 0 encodes in that order, so when the group dies, the first debt is the one that it died of, if it died of any. A
-batch that did so twice is taken apart; an image that did so by itself is refused from then on, and its mates get rows.
+Rank 0 encodes in that order, so when the group dies, the first debt is suspected, and goes by itself from then on. A
+batch that the group died of twice is taken apart; an image that did so by itself is refused, and its mates get rows.
 """
 
 import asyncio
@@ -65,13 +65,20 @@ class Ledger:
         """Owe it no longer."""
         del self._debts[debt.message.batch_id]
 
-    def first_unsent(self, epoch: int) -> Debt | None:
-        """The first debt not sent to this life of the group; those without waiters are settled on the way."""
+    def next_to_send(self, epoch: int) -> Debt | None:
+        """The first debt not sent to this life of the group, if it may go now; those without waiters are settled.
+
+        A batch that the group may have died of goes by itself: ranks may be at two batches at once, and if they die
+        again, there is no doubt of which.
+        """
+        sent = [debt for debt in self._debts.values() if debt.epoch == epoch and not debt.settled.done()]
+        if any(debt.deaths for debt in sent):
+            return None
         for debt in self._debts.values():
             if debt.epoch == epoch or debt.settled.done():
                 continue
             if not all(image.rows.done() for image in debt.images):
-                return debt
+                return None if debt.deaths and sent else debt
             debt.settled.set_result(None)
         return None
 

@@ -246,8 +246,8 @@ class Supervisor:
         log.info("worker group %d ready: rank %s; %s, %s", hello.epoch, ranks, hello.dtype, hello.attention)
 
     async def _send_unsent(self, link: FrontLink) -> None:
-        """Send what this life of the group was not sent, in order. If rank 0 is gone, the next life will be sent it."""
-        while debt := self._ledger.first_unsent(self._epoch):
+        """Send what this life may be sent now, in order. If rank 0 is gone, the next life will be sent it."""
+        while debt := self._ledger.next_to_send(self._epoch):
             if not await link.send(debt.message, debt.buffers):
                 return
             debt.epoch, debt.sent_at = self._epoch, time.perf_counter()
@@ -262,6 +262,7 @@ class Supervisor:
                     case Encoded():
                         if not self._ledger.deliver(message, buffers):
                             self._doubt.set()
+                        await self._send_unsent(link)
                     case Hello():
                         raise ProtocolError("rank 0 said hello twice")
         except (ProtocolError, msgspec.DecodeError) as error:
