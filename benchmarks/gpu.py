@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks._arithmetic import arithmetic, matrix_rate
 from encoder.attention import ATTENTIONS, AttentionName, AttentionUnavailable
 from encoder.checkpoint import open_checkpoint
 from encoder.config import VisionConfig
@@ -28,8 +29,8 @@ from encoder.graphs import CAPTURABLE
 from encoder.layout import Layout
 from encoder.tower import Tower
 from encoder.weights import load_weights
+from service.bench_images import MIXES
 
-SIZES = [(1920, 1080), (1280, 720), (1024, 1024), (640, 480), (500, 333), (300, 300), (1080, 1920), (1700, 2200)]
 GRAPHED_SIZES: dict[str, list[Size]] = {
     "a small image": [(300, 300)],
     "a large image": [(1920, 1080)],
@@ -49,14 +50,6 @@ class Row:
     figure: str
 
 
-def matrix_rate(device: torch.device) -> float:
-    """Arithmetic per second of a large bfloat16 matrix product."""
-    side = 8192
-    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = per_call(lambda: a @ b, 2.0)
-    return 2 * side**3 / seconds
-
-
 def per_call(call: Callable[[], object], at_least_s: float) -> float:
     """Seconds per call, the device's work included, after two calls to warm up."""
     for _ in range(2):
@@ -68,17 +61,6 @@ def per_call(call: Callable[[], object], at_least_s: float) -> float:
         torch.cuda.synchronize()
         calls += 1
     return (time.perf_counter() - started) / calls
-
-
-def arithmetic(config: VisionConfig, plans: Sequence[Plan]) -> float:
-    """Floating-point operations of the tower over these images."""
-    width, layers = config.width, config.num_layers
-    per_patch = 2 * width * config.patch_dim + layers * 2 * width * (4 * width + 3 * config.mlp_width)
-    per_row = 2 * config.out_width * (width * config.merge_ratio**2 + config.out_width)
-    return sum(
-        each.num_patches * per_patch + each.num_rows * per_row + 4 * each.num_patches**2 * width * layers
-        for each in plans
-    )
 
 
 def canvases(plans: Sequence[Plan]) -> list[Tensor]:
@@ -163,11 +145,12 @@ def run(model: str, seconds: float) -> tuple[list[Row], bool]:
     device = torch.device("cuda")
     checkpoint = open_checkpoint(model)
     config, weights = checkpoint.config, load_weights(checkpoint)
-    plans = [plan(config, *SIZES[index % len(SIZES)]) for index in range(IMAGES)]
+    sizes = MIXES["mixed"]
+    plans = [plan(config, *sizes[index % len(sizes)]) for index in range(IMAGES)]
     images, patches = canvases(plans), sum(each.num_patches for each in plans)
     layouts: list[Layout] = ["rows"] * IMAGES
     rows = [Row("device", f"{torch.cuda.get_device_name()}, torch {torch.__version__}")]
-    rate = matrix_rate(device)
+    rate = matrix_rate(device, torch.bfloat16)
     rows.append(Row("bfloat16 matrix product", f"{rate / 1e12:.0f} TFLOP/s"))
     exact = Tower(config, weights, device=device, dtype=torch.float32, attention="sdpa")
     expected = exact.encode(images[:PARITY_IMAGES], layouts[:PARITY_IMAGES]).cpu()
