@@ -17,8 +17,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -67,7 +68,7 @@ class Turn:
 
 
 def main() -> None:
-    """Start both servers, and let them take turns."""
+    """Let both take turns, each with the machine to itself: even an idle server takes some of its cores."""
     parser = make_parser("benchmarks.peers", __doc__)
     parser.add_argument("--python", type=Path, required=True, help="of the venv that has LitServe and timm")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -79,26 +80,20 @@ def main() -> None:
     machine = describe_machine()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # the ranks inherit it
     photos = Photos(MIXED_SIZES, seed=0)
+    start: dict[str, Callable[[], AbstractContextManager[Side]]] = {
+        "patchgrid": _patchgrid,
+        "litserve": partial(_litserve, options.python, options.threads),
+    }
     rows = []
-    flags = ("--model=random:deepseek_v4", "--device=cpu", "--dtype=bfloat16", "--nproc-per-node=1")
-    with (
-        show_steps(2 * options.rounds) as steps,
-        Server(*flags, "--request-timeout-s=1800") as server,
-        _litserve(options.python, options.threads) as peer_url,
-    ):
-        sides = {
-            "patchgrid": Side(f"{server.url}/embed", lambda image: {"images": [image]}, _rows_of_embed),
-            "litserve": Side(f"{peer_url}/predict", lambda image: {"image": image}, lambda body: body["embedding"]),
-        }
-        server.wait_for("/health/ready")
-        for side in sides.values():
-            asyncio.run(_run(side, Photos([(300, 300)], seed=1), 0, 1, 1))
+    with show_steps(2 * options.rounds) as steps:
         for number in range(options.rounds):
             turns = {}
-            for name in sorted(sides, reverse=number % 2 == 0):
+            for name in sorted(start, reverse=number % 2 == 0):
                 steps.begin(f"round {number + 1}: {name}")
                 first = number * len(MIXED_SIZES)  # the same sizes every round
-                turns[name] = asyncio.run(_run(sides[name], photos, first, options.images, options.clients))
+                with start[name]() as side:
+                    asyncio.run(_run(side, Photos([(300, 300)], seed=1), 0, 1, 1))
+                    turns[name] = asyncio.run(_run(side, photos, first, options.images, options.clients))
                 steps.done(f"round {number + 1}: {name} {turns[name].images_per_s:.3f} images/s")
             ours, theirs = turns["patchgrid"], turns["litserve"]
             ratio = ours.images_per_s / theirs.images_per_s
@@ -125,7 +120,15 @@ def _rows_of_embed(body: dict[str, object]) -> object:
 
 
 @contextmanager
-def _litserve(python: Path, threads: int) -> Iterator[str]:
+def _patchgrid() -> Iterator[Side]:
+    flags = ("--model=random:deepseek_v4", "--device=cpu", "--dtype=bfloat16", "--nproc-per-node=1")
+    with Server(*flags, "--request-timeout-s=1800") as server:
+        server.wait_for("/health/ready")
+        yield Side(f"{server.url}/embed", lambda image: {"images": [image]}, _rows_of_embed)
+
+
+@contextmanager
+def _litserve(python: Path, threads: int) -> Iterator[Side]:
     """The other server, on a free loopback port, with the repository in its path."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -142,7 +145,7 @@ def _litserve(python: Path, threads: int) -> Iterator[str]:
                     text = os.pread(log.fileno(), 2**20, 0).decode(errors="replace")
                     raise RuntimeError(f"LitServe did not start:\n{text}")
                 time.sleep(0.2)
-            yield url
+            yield Side(f"{url}/predict", lambda image: {"image": image}, lambda body: body["embedding"])
         finally:
             process.terminate()
             try:
