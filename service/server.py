@@ -34,6 +34,9 @@ log = logging.getLogger("patchgrid")
 _BACKLOG = 2048
 _LOOK_AGAIN_S = 0.05
 _STOP_GRACE_S = 10.0
+# A connection may rest this long between requests: longer than clients and balancers let theirs (aiohttp 15 s, nginx
+# 60 s), for whoever hangs up first must not be the one that a request is on its way to.
+_KEEP_ALIVE_S = 75
 _HANG_UP_S = 5  # for answers that were made and are not read
 
 
@@ -45,6 +48,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=bounded_http(settings.receive_timeout_s),
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 log_config=None,
                 access_log=False,
                 server_header=False,

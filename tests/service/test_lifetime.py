@@ -1,10 +1,12 @@
 """The life of `patchgrid serve`: it starts or says why not, outlives its ranks, and leaves nothing behind."""
 
+import http.client
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -100,6 +102,15 @@ def test_probes_may_have_a_port_of_their_own(start_server: Callable[..., Server]
     assert server.client.get("/metrics").status_code == server.client.get("/health").status_code == 404
     assert embed(server, image) == 200
     assert server.end(signal.SIGTERM) == 0
+
+
+def test_a_connection_may_rest_longer_than_clients_let_it(start_server: Callable[..., Server]) -> None:
+    host, port = start_server().url.removeprefix("http://").split(":")
+    with closing(http.client.HTTPConnection(host, int(port), timeout=10)) as connection:
+        for rest_s in (0.0, 6.0):  # uvicorn by itself hangs up after five
+            time.sleep(rest_s)
+            connection.request("GET", "/health/live")
+            assert connection.getresponse().read()
 
 
 def test_sigkill_of_the_front_end_takes_every_child_with_it(start_server: Callable[..., Server]) -> None:
