@@ -101,7 +101,16 @@ def draw_lines(
 
 def _add_legend_above(axes: "Axes", columns: int) -> None:
     axes.set_title(" ", fontsize=13)  # room for it
-    axes.legend(fontsize=8.5, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=columns)
+    axes.legend(
+        fontsize=8.5,
+        frameon=False,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        borderaxespad=0.2,
+        ncols=columns,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )
 
 
 def _short(value: float) -> str:
