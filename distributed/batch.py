@@ -11,7 +11,7 @@ Shapes: N rows of one image or of this rank, M rows of the fullest rank, R ranks
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,9 +76,11 @@ class OpenBatch:
 class BatchStarter:
     """Starts batches on this rank, one after the other."""
 
-    def __init__(self, exchange: Exchange, tower: Tower) -> None:
+    def __init__(self, exchange: Exchange, tower: Tower, finish_open: Callable[[], None] | None) -> None:
+        """finish_open finishes the batches that are open, for their memory; None where only one is open at a time."""
         self._exchange = exchange
         self._tower = tower
+        self._finish_open = finish_open
         self._side_stream = SideStream(tower.device)
 
     def start(self, batch: Encode, canvases: Sequence[Tensor] | None, arrived_at: float) -> OpenBatch:
@@ -135,8 +137,10 @@ class BatchStarter:
     ) -> Tensor:
         """This rank's rows in room for all ranks' (R, M, D), as soon as no rank's memory ran out.
 
-        A rank never goes into the all-gather alone: whose memory sufficed encodes again with those whose did not.
+        A rank never goes into the all-gather alone: whose memory sufficed encodes again with those whose did not. The
+        first time all try again without the batch before, which may have taken what was missing.
         """
+        make_room = self._finish_open
         while True:
             gathered_RMD = self._try_tower(canvases, layouts, rank_rows)
             # On CUDA nothing may be computed yet, but memory is allocated: it runs out while the work is queued.
@@ -144,7 +148,11 @@ class BatchStarter:
                 assert gathered_RMD is not None
                 return gathered_RMD
             del gathered_RMD
-            self._take_less_memory(num_patches)
+            if make_room is not None:
+                make_room()
+                make_room = None
+            else:
+                self._take_less_memory(num_patches)
 
     def _try_tower(
         self, canvases: Sequence[Tensor], layouts: Sequence[Layout], rank_rows: Sequence[int]

@@ -33,7 +33,7 @@ _TICKS_PER_TIMEOUT = 4
 # On a CPU to start a batch is to compute it, and an answer would only wait for the next one's.
 _MAX_OPEN = {"cpu": 1, "cuda": 2}
 # How long rank 0 waits for the next batch before it looks at its device again, with a batch open.
-_LOOK_S = 1e-4
+_LOOK_S = 5e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class Rank:
             interval_s=_HEARTBEAT_S,
             stall_timeout_s=options.stall_timeout_s,
         )
-        self._starter = BatchStarter(exchange, tower)
         self._open: deque[OpenBatch] = deque()
         self._max_open = _MAX_OPEN[tower.device.type] if max_open is None else max_open
+        self._starter = BatchStarter(exchange, tower, self._finish_all if self._max_open > 1 else None)
         self._link: RankLink | None = None
         device = torch.cuda.get_device_name(tower.device) if tower.device.type == "cuda" else "cpu"
         self._infos = exchange.introduce(
@@ -112,7 +112,7 @@ class Rank:
                 if isinstance(batch, Stop):
                     break
                 self._start(batch, _canvases(batch.images, delivery.buffers), delivery.arrived_at)
-            self._finish_down_to(0)
+            self._finish_all()
 
     def _next_delivery(self, inbox: "queue.SimpleQueue[Delivery]") -> Delivery:
         """Wait for the front end. If nothing comes until the device is done, finish, and tell the peers to do so."""
@@ -123,7 +123,7 @@ class Rank:
             except queue.Empty:
                 if self._open and not self._open[0].has_ended():
                     continue
-                self._finish_down_to(0)
+                self._finish_all()
                 self._send_command(Idle())
 
     def _follow(self) -> None:
@@ -132,9 +132,9 @@ class Rank:
                 case Encode() as batch:
                     self._start(batch, None, time.perf_counter())
                 case Idle():
-                    self._finish_down_to(0)
+                    self._finish_all()
                 case Stop():
-                    self._finish_down_to(0)
+                    self._finish_all()
                     return
 
     def _send_command(self, command: Encode | Idle | Stop) -> None:
@@ -143,14 +143,19 @@ class Rank:
 
     def _start(self, batch: Encode, canvases: Sequence[Tensor] | None, arrived_at: float) -> None:
         """Start a batch, and finish those that there is no room for besides the next one."""
+        if self._open and self._open[0].has_ended():
+            self._finish()  # or its answer would wait for what the host has to do now
         self._heartbeat.begin_batch()
         try:
             opened = self._starter.start(batch, canvases, arrived_at)
         except Exception:
-            self._finish_down_to(0)  # the front end suspects its first unanswered batch, which is to be this one
+            self._finish_all()  # the front end suspects its first unanswered batch, which is to be this one
             raise
         self._open.append(opened)
         self._finish_down_to(self._max_open - 1)
+
+    def _finish_all(self) -> None:
+        self._finish_down_to(0)
 
     def _finish_down_to(self, num_open: int) -> None:
         while len(self._open) > num_open:

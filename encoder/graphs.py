@@ -130,7 +130,10 @@ class Graphs:
                 with torch.cuda.stream(stream):
                     graph.replay()  # The first time puts the graph on the device.
                 graphs[rung] = graph
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            # Memory that runs out within a capture breaks that, too, and only this may be told.
+            if not any("out of memory" in str(each) for each in (error, error.__context__)):
+                raise
             raise ValueError(
                 f"not enough memory for CUDA graphs of {self._rungs[-1].patches} patches: free some of {device}'s, "
                 "or give every rank a lower graph_patches (0 for no graphs)"

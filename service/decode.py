@@ -36,7 +36,7 @@ class DecodePool:
 
     def __init__(self, settings: Settings, config: VisionConfig, metrics: Metrics) -> None:
         self._metrics = metrics
-        setup = Setup(config, settings.image_profile, settings.limit_image_pixels, settings.digest_key)
+        setup = Setup(config, settings.image_profile, settings.limit_image_pixels)
         with contextlib.ExitStack() as undo:
             self._decoders: list[Decoder] = []
             for _ in range(settings.num_decode_processes):

@@ -1,8 +1,8 @@
 """The process that decodes images: `python -m service.decode_process PARENT_PID`, with a socket as its stdin.
 
 Only here do foreign bytes meet Pillow and the C libraries under it, so that a decoder that hangs, crashes or eats
-memory takes nothing along, and only here are canvases digested, so that the front end has one pass over them less.
-Invariant: nothing is kept from one image to the next, nor imported but what decoding needs.
+memory takes nothing along. Invariant: nothing secret is here, and nothing is kept from one image to the next, nor
+imported but what decoding needs. Canvases are digested here, where their pixels are in the cache already.
 
 A message is a msgpack header behind its length, then the buffer that the header announces. From the front end: `Setup`
 once, then for each image `Encoded`, with the file's bytes. From here: `Ready` once, then for each image in turn
@@ -18,7 +18,7 @@ import socket
 import struct
 import sys
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import Annotated, BinaryIO, TypeAlias
 
 import msgspec
 
@@ -44,7 +44,6 @@ class Setup(msgspec.Struct, frozen=True):
     config: VisionConfig
     profile: ImageProfile
     limit_pixels: int
-    digest_key: str
 
 
 class Encoded(msgspec.Struct, frozen=True):
@@ -64,7 +63,7 @@ class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
     """
 
     image_size: Size
-    digest: str
+    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -111,7 +110,7 @@ def _answer(front: socket.socket, setup: Setup, data: bytes) -> None:
     except MemoryError:
         front.sendall(pack(Refused("invalid_image", "the image takes too much memory to decode")))
     else:
-        front.sendall(pack(Drawn(canvas.plan.image_size, canvas_digest(canvas, key=setup.digest_key))))
+        front.sendall(pack(Drawn(canvas.plan.image_size, canvas_digest(canvas))))
         front.sendall(canvas.pixels.data)
 
 

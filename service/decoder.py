@@ -133,7 +133,7 @@ class _Process:
                     [sys.executable, "-P", "-W", "ignore", "-m", "service.decode_process", str(os.getpid())],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
-                    env=environment | _MALLOC,
+                    env=_MALLOC | environment,
                     process_group=0,  # a terminal's Ctrl-C is the front end's to handle
                 )
         except BaseException:

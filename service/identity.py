@@ -1,6 +1,7 @@
 """What an image is, and what its rows are: digests of content, and of nothing that a client says of it.
 
-Two images share an id only if the same rows answer both. The key makes both digests unguessable for others.
+Two images share an id only if the same rows answer both. Digests of images can be computed by anyone, so that no
+process but the front end needs the key, which makes ids unguessable.
 """
 
 import hashlib
@@ -12,20 +13,15 @@ from encoder.layout import Layout
 _DIGEST_BYTES = 32
 
 
-def canvas_digest(canvas: Canvas, *, key: str) -> str:
-    """64 hexadecimal digits of the pixels that the tower sees and of the size of the image that they came from.
-
-    Args:
-        canvas: the image.
-        key: a deployment's secret; empty for digests that anyone can compute.
-    """
+def canvas_digest(canvas: Canvas) -> str:
+    """64 hexadecimal digits of the pixels that the tower sees and of the size of the image that they came from."""
     header = f"{canvas.plan.image_size}|{canvas.pixels.shape}|".encode()
-    return _digest(b"patchgrid.canvas", key, header, canvas.pixels.data)
+    return _digest(b"patchgrid.canvas", "", header, canvas.pixels.data)
 
 
-def file_digest(data: bytes | memoryview, *, key: str) -> str:
-    """64 hexadecimal digits of an encoded image, byte for byte; `key` as for `canvas_digest`."""
-    return _digest(b"patchgrid.file", key, data)
+def file_digest(data: bytes | memoryview) -> str:
+    """64 hexadecimal digits of an encoded image, byte for byte."""
+    return _digest(b"patchgrid.file", "", data)
 
 
 def content_id(
@@ -37,7 +33,7 @@ def content_id(
         digest: the canvas's, or that of the file from which this profile makes it.
         fingerprint: of the weights, the config and the dtype that the tower computes in.
         profile, layout, dtype: as they were asked for.
-        key: as for `canvas_digest`.
+        key: a deployment's secret; empty for ids that anyone can compute.
     """
     return _digest(b"patchgrid.rows", key, f"{digest}|{fingerprint}|{profile}|{layout}|{dtype}".encode())
 

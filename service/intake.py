@@ -6,6 +6,7 @@ cannot be read is refused with the image's index, in words that hold nothing of 
 
 import asyncio
 import binascii
+import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -158,16 +159,16 @@ async def _read_body(request: Request, limit_bytes: int, timeout_s: float) -> by
     claimed = request.headers.get("content-length", "")
     if claimed.isdecimal() and (len(claimed) > 20 or int(claimed) > limit_bytes):
         raise too_large  # before it is uploaded
-    body = bytearray()
+    body = io.BytesIO()
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
-                if len(body) + len(chunk) > limit_bytes:
+                if body.tell() + len(chunk) > limit_bytes:
                     raise too_large
-                body += chunk
+                body.write(chunk)
     except TimeoutError:
         raise ServiceError("deadline_exceeded", f"the body took longer than {timeout_s:g} s") from None
-    return bytes(body)
+    return body.getvalue()
 
 
 def _parse_json(

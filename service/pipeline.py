@@ -45,7 +45,7 @@ class Pipeline:
         self._quarantine = quarantine
         self._metrics = metrics
         self._profile = settings.image_profile
-        self._key = settings.digest_key
+        self._key = settings.id_key.get_secret_value() if settings.id_key is not None else ""
 
     async def embed(self, job: EmbedJob, ticket: Ticket) -> list[EmbeddedImage]:
         """Embed a request's images. Cancelling it takes back whatever is not with the ranks yet.
@@ -103,8 +103,8 @@ class Pipeline:
 
     async def _file_digest(self, image: bytes | memoryview) -> str:
         if len(image) <= _SMALL_FILE_BYTES:
-            return file_digest(image, key=self._key)
-        return await self._pool.run(file_digest, image, key=self._key)
+            return file_digest(image)
+        return await self._pool.run(file_digest, image)
 
 
 def _embedded(known: KnownFile, rows: ImageRows, client_id: str | None, *, cached: bool) -> EmbeddedImage:

@@ -91,7 +91,7 @@ class Settings(BaseSettings):
         "several ranks can share evenly",
     )
     batches_in_flight: PositiveInt = Field(
-        default=2, description="batches the group holds at once: one works, the rest wait"
+        default=2, description="batches the group holds at once: one or two work, the rest wait"
     )
     decode_processes: PositiveInt | None = Field(
         default=None, description=f"processes that decode images; without it, one per core, at most {_MAX_DECODERS}"
@@ -190,11 +190,6 @@ class Settings(BaseSettings):
     def num_decode_processes(self) -> int:
         """Processes that decode images, the default resolved."""
         return self.decode_processes or min(os.cpu_count() or 1, _MAX_DECODERS)
-
-    @property
-    def digest_key(self) -> str:
-        """What digests are keyed with; empty without an id key."""
-        return self.id_key.get_secret_value() if self.id_key is not None else ""
 
 
 def load_settings(argv: Sequence[str]) -> Settings:

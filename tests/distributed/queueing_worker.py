@@ -24,7 +24,7 @@ from distributed.rank import Rank
 from encoder.layout import Layout
 from encoder.tower import Tower
 
-BUSY_S = {(0, 100, 0): 0.3, (0, 200, 0): 2.0}
+BUSY_S = {(0, 100, 0): 0.3, (0, 200, 0): 4.0}
 FILLS = (0, 0, 100)
 BREAKS = (200, 0, 0)
 RAISES = (0, 0, 200)

@@ -123,11 +123,10 @@ def test_a_canvas_is_the_one_that_the_encoder_draws(goldens: Path, name: str) ->
     np.testing.assert_array_equal(canvas.pixels, ours.pixels)
 
 
-@pytest.mark.parametrize("id_key", [None, "secret"])
-def test_the_digest_is_the_canvas_s_under_the_id_key(id_key: str | None) -> None:
-    with DecodePool(Settings(decode_processes=1, id_key=id_key), DEEPSEEK_V4, Metrics()) as pool:
+def test_the_digest_is_the_canvas_s() -> None:
+    with DecodePool(Settings(decode_processes=1), DEEPSEEK_V4, Metrics()) as pool:
         drawing = asyncio.run(pool.draw(SMALL, 0))
-    assert drawing.digest == canvas_digest(drawing.canvas, key=id_key or "")
+    assert drawing.digest == canvas_digest(drawing.canvas)
 
 
 def test_a_decoder_sees_none_of_our_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,6 @@ def test_the_table_has_a_row_for_every_field() -> None:
 _DERIVED = {
     "nproc_per_node": "num_local_ranks",
     "decode_processes": "num_decode_processes",
-    "id_key": "digest_key",
 }
 
 
