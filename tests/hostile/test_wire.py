@@ -11,6 +11,7 @@ pytestmark = pytest.mark.usefixtures("unharmed")
 PLAN = b'{"sizes":[[64,48]]}'
 OK = (200, None, None)
 INVALID = (400, "invalid_request", None)
+CODED = (415, "unsupported_encoding", None)
 UNPARSABLE = (400, None, None)
 NOTHING = None
 """The connection is closed without an answer: the client left before it had sent all."""
@@ -72,7 +73,7 @@ FRAMED = {
     "a header of no letters": (b"X: \xff\xfe" + CANARY + b"\r\n" + LENGTH + b"\r\n" + PLAN, OK),
     "an expectation": (b"Expect: 100-continue\r\n" + LENGTH + b"\r\n" + PLAN, OK),
     "another expectation": (b"Expect: " + CANARY + b"\r\n" + LENGTH + b"\r\n" + PLAN, OK),
-    "a coding of the content": (b"Content-Encoding: gzip\r\n" + LENGTH + b"\r\n" + PLAN, OK),
+    "a coding of the content": (b"Content-Encoding: gzip\r\n" + LENGTH + b"\r\n" + PLAN, CODED),
 }
 
 LINES = {
