@@ -64,8 +64,6 @@ async def while_awaited(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 async def all_or_nothing(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Do all parts side by side; the first that fails cancels the others, and its error is raised."""
-    if len(parts) == 1:
-        return [await parts[0]]
     tasks = [asyncio.create_task(part) for part in parts]
     try:
         return await asyncio.gather(*tasks)
