@@ -39,7 +39,9 @@ def measure_growth() -> list[Growth]:
     ]
     rows += [
         Growth(
-            "balance, 8 ranks: images in a batch", number, _median_us(partial(balance, patches[:number], 8)) / number
+            "balance, 8 ranks: images in a batch",
+            number,
+            _median_us(partial(balance, patches[:number], [0] * 8)) / number,
         )
         for number in (100, 1_000, 10_000)
     ]
@@ -47,13 +49,13 @@ def measure_growth() -> list[Growth]:
         Growth(
             "balance, 64 images a rank: ranks",
             ranks,
-            _median_us(partial(balance, patches[: 64 * ranks], ranks)) / ranks,
+            _median_us(partial(balance, patches[: 64 * ranks], [0] * ranks)) / ranks,
         )
         for ranks in (1, 10, 100)
     ]
     for ranks in (1, 10, 100):
         counts = patches[: 64 * ranks]
-        call = partial(cut_apart, balance(counts, ranks), counts)
+        call = partial(cut_apart, balance(counts, [0] * ranks), counts)
         rows.append(Growth("cut apart, 64 images a rank: ranks", ranks, _median_us(call) / ranks))
     return rows
 

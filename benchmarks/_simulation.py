@@ -1,17 +1,19 @@
 """Ranks that are not there: batches, shares and forwards as the service forms them, and only time made up.
 
-Invariant: it plans with the service's own functions: batches by `num_fitting`, shares by `balance`, forwards by
-`split_packs`. Time is a cost curve's and a gather's rate's.
+Invariant: it plans with the service's own functions: batches by `num_fitting`, shares by `balance` and `Backlog`,
+forwards by `split_packs`. Time is a cost curve's and a gather's rate's.
 """
 
 import random
-import statistics
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from benchmarks._cost import CostCurve
 from benchmarks._report import percentile
+from distributed.backlog import Backlog
 from distributed.balance import Shares, balance, rank_loads
 from encoder.config import DEEPSEEK_V4
 from encoder.geometry import plan
@@ -24,12 +26,13 @@ _ROW_BYTES = DEEPSEEK_V4.out_width * 2
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A full queue: where the ranks' time goes. Shares are of all ranks' time together.
+    """A full queue: where the ranks' time goes.
 
-    forwards: of the cap that a batch may hold for each rank; the service's budget is 1 unless it is told another.
-    padding: of the bytes that the all-gather moves, those that are zeros; gather: what moving them all takes.
-    cost_balance_gain: throughput with shares balanced by estimated cost, against by patches, which is what runs.
-    wait_p50, wait_p99: open loop at 80 % of this throughput, from arrival to the start of the batch, in batches' time.
+    forwards: of the cap that a batch may hold for each rank. efficiency: of all ranks' time, that in which they encode.
+    gather: what moving the rows takes, beside the encoding, as a share of the whole time. padding: of the bytes that it
+    moves, those that are zeros. cost_balance_gain: throughput with shares balanced by estimated cost, against by
+    patches, which is what runs. wait_p50, wait_p99: open loop at 80 % of this throughput, from arrival to the start of
+    the batch, in units of the mean batch's time.
     """
 
     mix: str
@@ -37,8 +40,7 @@ class Simulated:
     ranks: int
     images_per_s: float
     efficiency: float
-    lost_to_imbalance: float
-    lost_to_gather: float
+    gather: float
     padding: float
     cost_balance_gain: float
     wait_p50: float
@@ -80,36 +82,76 @@ class Group:
         return (self.ranks - 1) * max(rank_rows) * _ROW_BYTES / self.gather_bytes_per_s
 
 
-def simulate(group: Group, mix: str, num_batches: int) -> Simulated:
-    curve, ranks = group.curve, group.ranks
-    batches = list(islice(_batches(group, mix), num_batches))
-    by_patches = [balance([image.patches for image in batch], ranks) for batch in batches]
-    by_cost = [balance(_costs(curve, batch), ranks) for batch in batches]
-    busy = longest = gather = 0.0
-    longest_by_cost = 0.0
-    rows = moved = 0
-    for batch, shares, cost_shares in zip(batches, by_patches, by_cost, strict=True):
-        times = group.rank_s(batch, shares)
-        busy += sum(times)
-        longest += max(times)
-        longest_by_cost += max(group.rank_s(batch, cost_shares))
+class Ranks:
+    """The group at work as in distributed/rank.py: each rank at its own pace, two batches open at most.
+
+    weigh: what each image of a batch counts when they are shared.
+    """
+
+    def __init__(self, group: Group, weigh: Callable[[Sequence[SimulatedImage]], list[int]]) -> None:
+        self.busy_s = 0.0
+        self.gather_s = 0.0
+        self.rows = 0
+        self.moved_rows = 0
+        self._group = group
+        self._weigh = weigh
+        self._clock_s = 0.0
+        self._backlog = Backlog(group.ranks, lambda: self._clock_s)
+        self._free_at = [0.0] * group.ranks
+        self._open: deque[tuple[float, float]] = deque()
+        self._ends = [0.0, 0.0]
+
+    def room_at(self) -> float:
+        """When the next batch can be given."""
+        return self._ends[-2]
+
+    def end_at(self) -> float:
+        """When all that was given is answered."""
+        return self._ends[-1]
+
+    def encode(self, batch: Sequence[SimulatedImage], given_at: float) -> None:
+        """Give the ranks a batch."""
+        while self._open and self._open[0][0] <= given_at:
+            self._clock_s, own_s = self._open.popleft()
+            self._backlog.end(own_s)
+        self._clock_s = given_at
+        weights = self._weigh(batch)
+        shares = balance(weights, self._backlog.patches())
+        self._backlog.give(rank_loads(shares, weights))
+        times = self._group.rank_s(batch, shares)
+        self._free_at = [
+            max(free_at, given_at) + time_s if share else free_at
+            for free_at, time_s, share in zip(self._free_at, times, shares, strict=True)
+        ]
+        computed_at = max(free_at for free_at, share in zip(self._free_at, shares, strict=True) if share)
         rank_rows = rank_loads(shares, [image.rows for image in batch])
-        gather += group.gather_s(rank_rows)
-        rows += sum(rank_rows)
-        moved += max(rank_rows) * ranks
-    total_s = longest + gather
+        gather_s = self._group.gather_s(rank_rows)
+        self._ends.append(max(self._ends[-1], computed_at) + gather_s)
+        self._open.append((self._ends[-1], times[0]))
+        self.busy_s += sum(times)
+        self.gather_s += gather_s
+        self.rows += sum(rank_rows)
+        self.moved_rows += max(rank_rows) * self._group.ranks
+
+
+def simulate(group: Group, mix: str, num_batches: int) -> Simulated:
+    batches = list(islice(_batches(group, mix), num_batches))
+    by_patches, by_cost = Ranks(group, _patches), Ranks(group, partial(_costs, group.curve))
+    for ranks in (by_patches, by_cost):
+        for batch in batches:
+            ranks.encode(batch, ranks.room_at())
+    total_s = by_patches.end_at()
     images_per_s = sum(map(len, batches)) / total_s
     waits = _wait_in_batches(group, mix, 0.8 * images_per_s, num_batches)
     return Simulated(
         mix=mix,
         forwards=group.forwards,
-        ranks=ranks,
+        ranks=group.ranks,
         images_per_s=images_per_s,
-        efficiency=busy / (ranks * total_s),
-        lost_to_imbalance=(longest - busy / ranks) / total_s,
-        lost_to_gather=gather / total_s,
-        padding=1 - rows / moved,
-        cost_balance_gain=(longest + gather) / (longest_by_cost + gather) - 1,
+        efficiency=by_patches.busy_s / (group.ranks * total_s),
+        gather=by_patches.gather_s / total_s,
+        padding=1 - by_patches.rows / by_patches.moved_rows,
+        cost_balance_gain=total_s / by_cost.end_at() - 1,
         wait_p50=percentile(waits, 50),
         wait_p99=percentile(waits, 99),
     )
@@ -135,30 +177,30 @@ def _batches(group: Group, mix: str) -> Iterator[list[SimulatedImage]]:
         del queue[:count]
 
 
+def _patches(batch: Sequence[SimulatedImage]) -> list[int]:
+    return [image.patches for image in batch]
+
+
 def _costs(curve: CostCurve, batch: Sequence[SimulatedImage]) -> list[int]:
     """What each image adds to a forward, in nanoseconds."""
     return [int(1e9 * (curve.forward_s([image.patches]) - curve.fixed_ms * 1e-3)) for image in batch]
 
 
 def _wait_in_batches(group: Group, mix: str, images_per_s: float, num_batches: int) -> list[float]:
-    """Waits of images that arrive at random, in units of the mean batch's time; one batch at a time works."""
+    """Waits of images that arrive at random, in units of the mean batch's time."""
     chance, images = random.Random(1), draw_images(mix)
-    now = arrival = 0.0
+    ranks = Ranks(group, _patches)
+    arrival = 0.0
     queue: list[tuple[float, SimulatedImage]] = []
     waits: list[float] = []
-    lengths: list[float] = []
-    while len(lengths) < num_batches:
-        while arrival <= now or not queue:
+    for _ in range(num_batches):
+        now = max(ranks.room_at(), queue[0][0] if queue else arrival)
+        while arrival <= now:
             queue.append((arrival, next(images)))
-            now = max(now, queue[0][0])
             arrival += chance.expovariate(images_per_s)
         count = num_fitting((image.patches for _, image in queue), group.budget)
-        batch = [image for _, image in queue[:count]]
         waits += [now - arrived for arrived, _ in queue[:count]]
+        ranks.encode([image for _, image in queue[:count]], now)
         del queue[:count]
-        shares = balance([image.patches for image in batch], group.ranks)
-        length = max(group.rank_s(batch, shares)) + group.gather_s(rank_loads(shares, [image.rows for image in batch]))
-        lengths.append(length)
-        now += length
-    mean = statistics.mean(lengths)
-    return [wait / mean for wait in waits]
+    mean_s = ranks.busy_s / (group.ranks * num_batches)
+    return [wait / mean_s for wait in waits]

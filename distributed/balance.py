@@ -1,7 +1,7 @@
 """Which image goes to which rank: whole images, by patch count, the largest first to the least loaded rank.
 
-Pure functions of the patch counts, so every rank computes the same answer from the same batch header.
-Longest-processing-time-first keeps the largest load within 4/3 - 1/(3 ranks) of the best one (Graham, 1969).
+Pure functions of patch counts, so every rank computes the same answer from the same batch header. With nothing to do,
+longest-processing-time-first keeps the largest load within 4/3 - 1/(3 ranks) of the best one (Graham, 1969).
 """
 
 import heapq
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 Shares = tuple[tuple[int, ...], ...]
 
 
-def balance(num_patches: Sequence[int], num_ranks: int) -> Shares:
+def balance(num_patches: Sequence[int], backlog: Sequence[int]) -> Shares:
     """Assign every image to one rank.
 
     Args:
         num_patches: patches of each image, in the order of the batch.
-        num_ranks: how many ranks there are, at least 1.
+        backlog: patches that each rank has still to do, for all ranks there are.
 
     Returns:
         For each rank the indexes of its images, ascending. Ties go to the earlier image and the lower rank.
     """
-    assert num_ranks >= 1
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]
+    shares: list[list[int]] = [[] for _ in backlog]
+    loads = [(load, rank) for rank, load in enumerate(backlog)]
+    heapq.heapify(loads)
     for index in sorted(range(len(num_patches)), key=lambda i: -num_patches[i]):
         load, rank = heapq.heappop(loads)
         shares[rank].append(index)

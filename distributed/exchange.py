@@ -1,8 +1,9 @@
 """What the ranks tell one another: commands and pixels over gloo, rows over NCCL (gloo on a CPU).
 
 Every rank derives sizes and destinations from the batch header alone, so no collective carries a surprise. A rank
-receives the pixels of its own images and no others. One process group serves both: tensors on the CPU go by gloo and
-CUDA tensors by NCCL, so a rank that waits for work waits in gloo and never in an NCCL call.
+receives the pixels of its own images and no others. What is to be done and what came of it have a process group each:
+while one thread of a rank takes the next batch's pixels, another gathers the rows of the one before. A rank that waits
+for work waits in gloo and never in an NCCL call.
 
 Shapes: H, W pixels of a canvas; N rows of this rank; M rows of the fullest rank; D the model's output width; R ranks.
 """
@@ -29,6 +30,8 @@ class Exchange:
     rank: int
     num_ranks: int
     device: torch.device
+    _work_group: dist.ProcessGroup
+    _rows_group: dist.ProcessGroup
 
     @classmethod
     def join(cls, device: torch.device, timeout_s: float) -> "Exchange":
@@ -38,12 +41,15 @@ class Exchange:
             device: where this rank's rows are; CUDA brings NCCL in beside gloo.
             timeout_s: the longest that any one call waits for another rank.
         """
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        return cls(dist.get_rank(), dist.get_world_size(), device)
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        work_group = dist.new_group(backend="gloo", timeout=timeout)
+        rows_group = dist.group.WORLD
+        assert rows_group is not None, "it was just made"
+        return cls(dist.get_rank(), dist.get_world_size(), device, work_group, rows_group)
 
     def leave(self) -> None:
-        """Part from the group; every rank does so after the same last command."""
+        """Part from the others; every rank does so after the same last command."""
         dist.destroy_process_group()
 
     def introduce(self, info: RankInfo) -> tuple[RankInfo, ...]:
@@ -51,14 +57,14 @@ class Exchange:
         card = msgspec.json.encode(info).ljust(_CARD_BYTES)  # JSON may end in blanks
         assert len(card) == _CARD_BYTES
         cards = torch.empty(self.num_ranks, _CARD_BYTES, dtype=torch.uint8)
-        _all_gather(cards.view(-1), torch.frombuffer(bytearray(card), dtype=torch.uint8))
+        _all_gather(cards.view(-1), torch.frombuffer(bytearray(card), dtype=torch.uint8), self._work_group)
         return tuple(msgspec.json.decode(peer.numpy().tobytes(), type=RankInfo) for peer in cards)
 
     def send_command(self, command: Command) -> None:
         """Rank 0: tell the other ranks what comes next."""
         header = bytearray(pack_header(command))
-        dist.broadcast(torch.tensor([len(header)]), src=0)
-        dist.broadcast(torch.frombuffer(header, dtype=torch.uint8), src=0)
+        dist.broadcast(torch.tensor([len(header)]), src=0, group=self._work_group)
+        dist.broadcast(torch.frombuffer(header, dtype=torch.uint8), src=0, group=self._work_group)
 
     def receive_command(self) -> Command:
         """Every other rank: wait for what comes next.
@@ -67,9 +73,9 @@ class Exchange:
             RuntimeError: rank 0 is gone, or was silent for longer than the group's time-out.
         """
         length = torch.empty(1, dtype=torch.int64)
-        dist.broadcast(length, src=0)
+        dist.broadcast(length, src=0, group=self._work_group)
         header = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(header, src=0)
+        dist.broadcast(header, src=0, group=self._work_group)
         return unpack_command(header.numpy().tobytes())
 
     def send_pixels(self, shares: Shares, canvases: Sequence[Tensor]) -> list[dist.Work]:
@@ -80,7 +86,7 @@ class Exchange:
             canvases: all of the batch's, uint8 (H, W, 3) on the CPU; they must stay until `wait_for` returns.
         """
         return [
-            _started(dist.isend(canvases[index], dst=rank, tag=index))
+            _started(dist.isend(canvases[index], dst=rank, group=self._work_group, tag=index))
             for rank, share in enumerate(shares)
             if rank != self.rank
             for index in share
@@ -89,7 +95,12 @@ class Exchange:
     def receive_pixels(self, images: Sequence[ImageSpec], share: Sequence[int]) -> list[Tensor]:
         """Every other rank: its canvases, uint8 (H, W, 3) on the CPU, in the order of its share of the batch."""
         mine = [torch.empty(images[index].height, images[index].width, 3, dtype=torch.uint8) for index in share]
-        self.wait_for([_started(dist.irecv(mine[i], src=0, tag=index)) for i, index in enumerate(share)])
+        self.wait_for(
+            [
+                _started(dist.irecv(canvas, src=0, group=self._work_group, tag=index))
+                for canvas, index in zip(mine, share, strict=True)
+            ]
+        )
         return mine
 
     def wait_for(self, works: Sequence[dist.Work]) -> None:
@@ -102,7 +113,7 @@ class Exchange:
         if self.num_ranks == 1:
             return agree
         votes = torch.tensor([agree], dtype=torch.int32)
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._rows_group)
         return bool(votes)
 
     def gather_buffer(self, rows_ND: Tensor, rank_rows: Sequence[int]) -> Tensor:
@@ -125,13 +136,13 @@ class Exchange:
     def gather_rows(self, gathered_RMD: Tensor) -> None:
         """Fill the other ranks' places by one padded all-gather; on CUDA it is queued on the current stream."""
         if self.num_ranks > 1:
-            _all_gather(gathered_RMD.flatten(0, 1), gathered_RMD[self.rank])
+            _all_gather(gathered_RMD.flatten(0, 1), gathered_RMD[self.rank], self._rows_group)
 
 
-def _all_gather(gathered: Tensor, mine: Tensor) -> None:
+def _all_gather(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
     """torch's all-gather into one tensor, by its name of 2.13 or by the one before."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered, mine)
+    gather(gathered, mine, group=group)
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -3,8 +3,7 @@
 A thread in each rank counts up its own key in torchrun's key-value store; rank 0's thread reads all keys. The clock is
 rank 0's alone: what counts is how long ago it last saw a key move. A thread and no collective, because a rank may
 rightly spend a minute inside one forward and a rank that is waiting in a collective cannot speak for itself. A rank
-whose main thread or device is at one batch for too long stops counting: its process lives, but nobody will hear of it
-again.
+that is at one batch for too long stops counting: its process lives, but nobody will hear of it again.
 """
 
 import os
@@ -23,6 +22,7 @@ class Heartbeat:
         self._rank = rank
         self._interval_s = interval_s
         self._stall_timeout_s = stall_timeout_s
+        self._lock = threading.Lock()
         self._num_open = 0
         self._working_since: float | None = None
         self._last_seen = [time.monotonic()] * num_ranks
@@ -31,15 +31,17 @@ class Heartbeat:
         self._thread.start()
 
     def begin_batch(self) -> None:
-        """The main thread begins a batch, which has to end within the stall time-out after the one before it."""
-        if self._num_open == 0:
-            self._working_since = time.monotonic()
-        self._num_open += 1
+        """A batch begins, which has to end within the stall time-out after the one before it."""
+        with self._lock:
+            if self._num_open == 0:
+                self._working_since = time.monotonic()
+            self._num_open += 1
 
     def end_batch(self) -> None:
         """The oldest batch has ended, on this rank's device too."""
-        self._num_open -= 1
-        self._working_since = time.monotonic() if self._num_open else None
+        with self._lock:
+            self._num_open -= 1
+            self._working_since = time.monotonic() if self._num_open else None
 
     def silent_s(self) -> tuple[float, ...]:
         """Rank 0: seconds since each rank's heartbeat was last seen to move."""

@@ -77,7 +77,8 @@ def rank_environment(num_ranks: int) -> dict[str, str]:
         # Not to spin at all costs a tower by itself 10 to 20 %. A fraction of a millisecond costs neither.
         "GOMP_SPINCOUNT": "5000",
         # glibc gives large activations back to the kernel, which has to zero them again at the next layer: a forward of
-        # 7840 patches spent a quarter of its time on that.
+        # 7840 patches spent a quarter of its time on that. Only the first of its arenas holds blocks so large.
+        "MALLOC_ARENA_MAX": "1",
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(2**32),
     }

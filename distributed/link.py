@@ -87,7 +87,7 @@ class Delivery:
 
 
 class RankLink:
-    """Rank 0's end: a thread that owns the socket, so that pings are answered while the main thread encodes.
+    """Rank 0's end: a thread that owns the socket, so that pings are answered whatever the others are at.
 
     Batches and the final `Stop` arrive in `inbox`.
     """
@@ -99,19 +99,22 @@ class RankLink:
         self._outbox = self._context.socket(zmq.PAIR)
         self._outbox.set_hwm(_NO_LIMIT)
         self._outbox.bind("inproc://outbox")
+        self._outbox_lock = threading.Lock()
         self._endpoint = f"ipc://{socket_path(run_dir, epoch)}"
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
         self._thread.start()
 
     def send(self, message: ToFront, buffers: Sequence[Buffer] = ()) -> None:
-        """Main thread only: have the link thread send this. The buffers must not change afterwards."""
-        self._outbox.send_multipart([pack_header(message), *buffers], copy=False)
+        """Have the link thread send this. The buffers must not change afterwards."""
+        with self._outbox_lock:
+            self._outbox.send_multipart([pack_header(message), *buffers], copy=False)
 
     def close(self) -> None:
         """Send what is waiting, then end the thread."""
-        self._outbox.send(b"")
-        self._thread.join()
-        self._outbox.close()
+        with self._outbox_lock:
+            self._outbox.send(b"")
+            self._thread.join()
+            self._outbox.close()
         self._context.term()
 
     def _run(self) -> None:

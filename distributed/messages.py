@@ -41,8 +41,15 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     nonce: int
 
 
+class Share(msgspec.Struct, frozen=True, tag="share"):
+    """Sent by rank 0 to its peers: encode your share of this batch. `backlog` is what each rank has still to do."""
+
+    batch: Encode
+    backlog: tuple[int, ...]
+
+
 class Idle(msgspec.Struct, frozen=True, tag="idle"):
-    """Sent by rank 0 to its peers while there is no work: finish what is open. Repeated, so that no rank times out."""
+    """Sent by rank 0 to its peers again and again while there is no work, so that no rank times out."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -85,8 +92,8 @@ class RowsSpec(msgspec.Struct, frozen=True, array_like=True):
 class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
     """The answer to `Encode`. Buffers: one per image in the order of the question, empty where not good.
 
-    `wait_s` passed in rank 0 behind other batches, and on the way from its device. `encode_s`, scatter included, is the
-    slowest rank's on a CPU. On CUDA it is rank 0's own, and `gather_s` includes the wait for slower ranks.
+    `wait_s` passed in rank 0 behind other batches and on the ways to and from its device. `encode_s` is rank 0's own,
+    and `gather_s` includes the wait for slower ranks.
     """
 
     batch_id: int
@@ -114,7 +121,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 ToRank: TypeAlias = Encode | Ping | Stop
 ToFront: TypeAlias = Hello | Encoded | Pong
-Command: TypeAlias = Encode | Idle | Stop
+Command: TypeAlias = Share | Idle | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

@@ -22,10 +22,6 @@ class Moment:
             self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
 
-    def has_come(self) -> bool:
-        """Whether the device is there. Raises what went wrong on it since."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
-
     def wait(self) -> None:
         """Wait until the device is there. Raises what went wrong on it since."""
         if self._event is not None:

@@ -1,39 +1,41 @@
 """What a rank does once it is loaded: rank 0 takes batches from the front end and leads, the others follow.
 
-Batches are started and finished in order, at most so many open at once. Two keep a GPU at work: it has the next batch's
-kernels before it is done with the one before, and none of them waits for an answer to be handed out.
+Three threads of every rank share the work, each in the order of the batches: one starts them, one encodes, one finishes
+them. So a rank that has done its share is not held up by another, and a GPU has the next batch's kernels before it is
+done with the one before. The main thread waits for the first of them to end or to fail.
 """
 
 import logging
 import os
 import queue
 import socket
+import threading
 import time
-from collections import deque
 from collections.abc import Sequence
-from contextlib import closing
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from distributed.batch import BatchStarter, OpenBatch
+from distributed.backlog import Backlog
+from distributed.batch import BatchRunner, OpenBatch
 from distributed.exchange import Exchange
 from distributed.heartbeat import Heartbeat
+from distributed.lane import Lane
 from distributed.link import Delivery, RankLink
-from distributed.messages import Encode, Hello, Idle, ImageSpec, RankInfo, Stop
+from distributed.messages import Encode, Hello, Idle, ImageSpec, RankInfo, Share, Stop
 from encoder.tower import Tower
 
 log = logging.getLogger("patchgrid.rank")
 
 _HEARTBEAT_S = 0.5
 _TICKS_PER_TIMEOUT = 4
-
-# On a CPU to start a batch is to compute it, and an answer would only wait for the next one's.
-_MAX_OPEN = {"cpu": 1, "cuda": 2}
-# How long rank 0 waits for the next batch before it looks at its device again, with a batch open.
-_LOOK_S = 5e-4
+# Batches that are started and not finished, at most: one to compute and one to go on with.
+_MAX_OPEN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,8 @@ class GroupOptions:
 class Rank:
     """A loaded tower and this process's place in the group."""
 
-    def __init__(
-        self, options: GroupOptions, tower: Tower, weights_fingerprint: str, max_open: int | None = None
-    ) -> None:
-        """Join the group.
-
-        Args:
-            max_open: batches that may be open at once, the same on every rank; None takes what suits the device.
-        """
+    def __init__(self, options: GroupOptions, tower: Tower, weights_fingerprint: str) -> None:
+        """Join the group."""
         self._options = options
         self._tower = tower
         self._exchange = Exchange.join(tower.device, options.collective_timeout_s)
@@ -67,10 +63,13 @@ class Rank:
             interval_s=_HEARTBEAT_S,
             stall_timeout_s=options.stall_timeout_s,
         )
-        self._open: deque[OpenBatch] = deque()
-        self._max_open = _MAX_OPEN[tower.device.type] if max_open is None else max_open
-        self._starter = BatchStarter(exchange, tower, self._finish_all if self._max_open > 1 else None)
+        self._runner = BatchRunner(exchange, tower)
+        self._starting = Lane("start", tower.device)
+        self._finishing = Lane("finish", tower.device)
+        self._room = threading.Semaphore(_MAX_OPEN)
+        self._backlog = Backlog(exchange.num_ranks)
         self._link: RankLink | None = None
+        self._over: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
         device = torch.cuda.get_device_name(tower.device) if tower.device.type == "cuda" else "cpu"
         self._infos = exchange.introduce(
             RankInfo(exchange.rank, os.getpid(), socket.gethostname(), device, weights_fingerprint)
@@ -80,107 +79,109 @@ class Rank:
             raise RuntimeError(f"ranks {strangers} differ from rank {exchange.rank}: compare --model and --dtype")
 
     def run(self) -> None:
-        """Serve until told to stop."""
-        if self._exchange.rank == 0:
-            self._lead()
-        else:
-            self._follow()
+        """Serve until told to stop. After a failure its threads may be left waiting for other ranks."""
+        with ExitStack() as stack:
+            serve = self._follow
+            if self._exchange.rank == 0:
+                assert self._options.run_dir is not None, "rank 0 runs beside the front end"
+                link = RankLink(self._options.run_dir, self._options.epoch, self._heartbeat.silent_s)
+                # Once a batch has ended this rank, the answers to those before it still go out.
+                self._link = stack.enter_context(closing(link))
+                serve = partial(self._lead, link)
+            self._starting.do(serve).add_done_callback(self._over.put)
+            self._over.get().result()
         self._heartbeat.stop()
         self._exchange.leave()
 
-    def _lead(self) -> None:
-        assert self._options.run_dir is not None, "rank 0 runs beside the front end"
-        link = RankLink(self._options.run_dir, self._options.epoch, self._heartbeat.silent_s)
-        with closing(link):  # when a batch ends this rank, the answers before it still go out
-            self._link = link
-            self._warm_up()
-            link.send(
-                Hello(
-                    epoch=self._options.epoch,
-                    ranks=self._infos,
-                    dtype=str(self._tower.dtype).removeprefix("torch."),
-                    attention=self._tower.attention,
-                    layouts=self._tower.layouts,
-                    max_patches_per_forward=self._tower.max_patches_per_forward,
-                    out_width=self._tower.config.out_width,
-                )
+    def _lead(self, link: RankLink) -> None:
+        self._warm_up()
+        link.send(
+            Hello(
+                epoch=self._options.epoch,
+                ranks=self._infos,
+                dtype=str(self._tower.dtype).removeprefix("torch."),
+                attention=self._tower.attention,
+                layouts=self._tower.layouts,
+                max_patches_per_forward=self._tower.max_patches_per_forward,
+                out_width=self._tower.config.out_width,
             )
-            while True:
-                delivery = self._next_delivery(link.inbox)
-                batch = delivery.message
-                self._send_command(batch)
-                if isinstance(batch, Stop):
-                    break
-                self._start(batch, _canvases(batch.images, delivery.buffers), delivery.arrived_at)
-            self._finish_all()
-
-    def _next_delivery(self, inbox: "queue.SimpleQueue[Delivery]") -> Delivery:
-        """Wait for the front end. If nothing comes until the device is done, finish, and tell the peers to do so."""
+        )
         while True:
-            patience_s = _LOOK_S if self._open else self._options.collective_timeout_s / _TICKS_PER_TIMEOUT
-            try:
-                return inbox.get(timeout=patience_s)
-            except queue.Empty:
-                if self._open and not self._open[0].has_ended():
-                    continue
-                self._finish_all()
-                self._send_command(Idle())
+            delivery = self._next_delivery(link.inbox)
+            batch = delivery.message
+            if isinstance(batch, Stop):
+                self._tell(batch)
+                self._wait_until_all_is_finished()
+                return
+            self._room.acquire()
+            share = Share(batch, self._backlog.patches())
+            self._tell(share)
+            self._start(share, _canvases(batch.images, delivery.buffers), delivery.arrived_at)
 
     def _follow(self) -> None:
         while True:
             match self._exchange.receive_command():
-                case Encode() as batch:
-                    self._start(batch, None, time.perf_counter())
+                case Share() as share:
+                    self._room.acquire()
+                    self._start(share, None, time.perf_counter())
                 case Idle():
-                    self._finish_all()
+                    pass
                 case Stop():
-                    self._finish_all()
+                    self._wait_until_all_is_finished()
                     return
 
-    def _send_command(self, command: Encode | Idle | Stop) -> None:
+    def _next_delivery(self, inbox: "queue.SimpleQueue[Delivery]") -> Delivery:
+        """Wait for the front end; the other ranks are told now and then that nothing came."""
+        while True:
+            try:
+                return inbox.get(timeout=self._options.collective_timeout_s / _TICKS_PER_TIMEOUT)
+            except queue.Empty:
+                self._tell(Idle())
+
+    def _tell(self, command: Share | Idle | Stop) -> None:
         if self._exchange.num_ranks > 1:
             self._exchange.send_command(command)
 
-    def _start(self, batch: Encode, canvases: Sequence[Tensor] | None, arrived_at: float) -> None:
-        """Start a batch, and finish those that there is no room for besides the next one."""
-        if self._open and self._open[0].has_ended():
-            self._finish()  # or its answer would wait for what the host has to do now
+    def _start(self, share: Share, canvases: Sequence[Tensor] | None, arrived_at: float) -> None:
+        """Start a batch, and have it finished after those before it."""
         self._heartbeat.begin_batch()
-        try:
-            opened = self._starter.start(batch, canvases, arrived_at)
-        except Exception:
-            self._finish_all()  # the front end suspects its first unanswered batch, which is to be this one
-            raise
-        self._open.append(opened)
-        self._finish_down_to(self._max_open - 1)
+        opened = self._runner.start(share, canvases, arrived_at)
+        if self._exchange.rank == 0:
+            self._backlog.give(opened.rank_patches)
+        self._finishing.do(partial(self._finish, opened)).add_done_callback(self._notice)
 
-    def _finish_all(self) -> None:
-        self._finish_down_to(0)
-
-    def _finish_down_to(self, num_open: int) -> None:
-        while len(self._open) > num_open:
-            self._finish()
-
-    def _finish(self) -> None:
-        """Finish the oldest batch; rank 0 hands out its rows."""
-        answer = self._open.popleft().finish()
+    def _finish(self, opened: OpenBatch) -> None:
+        answer = self._runner.finish(opened)
         self._heartbeat.end_batch()
         if answer is not None:
             assert self._link is not None
+            self._backlog.end(answer[0].encode_s)
             self._link.send(*answer)
+        self._room.release()
+
+    def _notice(self, finished: "Future[None]") -> None:
+        if finished.exception() is not None:
+            self._over.put(finished)
+
+    def _wait_until_all_is_finished(self) -> None:
+        for _ in range(_MAX_OPEN):
+            self._room.acquire()
 
     def _warm_up(self) -> None:
         """One small image per rank through the ordinary way: kernels and communicators exist before the hello."""
         side = 3 * self._tower.config.patch_size
+        num_ranks = self._exchange.num_ranks
         spec = ImageSpec(height=side, width=side, layout="rows", dtype="float32")
-        batch = Encode(batch_id=0, images=(spec,) * self._exchange.num_ranks)
-        self._send_command(batch)
+        share = Share(Encode(batch_id=0, images=(spec,) * num_ranks), (0,) * num_ranks)
+        self._tell(share)
         canvas = torch.zeros(side, side, 3, dtype=torch.uint8)
-        answer = self._starter.start(batch, [canvas] * len(batch.images), time.perf_counter()).finish()
+        opened = self._runner.start(share, [canvas] * num_ranks, time.perf_counter())
+        self._backlog.give(opened.rank_patches)
+        answer = self._finishing.do(partial(self._runner.finish, opened)).result()
         assert answer is not None, "this is rank 0"
+        self._backlog.end(answer[0].encode_s)
         if not all(image.state == "good" for image in answer[0].images):
             raise RuntimeError("the tower's first forward gave values that are not finite")
-        self._send_command(Idle())
 
 
 def _canvases(images: Sequence[ImageSpec], buffers: Sequence[memoryview]) -> list[Tensor]:

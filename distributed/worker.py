@@ -104,7 +104,10 @@ def parse_options(argv: Sequence[str]) -> WorkerOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load, join, serve. A failure's reason goes to the log and, for the front end, to a file in the run folder."""
+    """Load, join, serve. A failure's reason goes to the log and, for the front end, to a file in the run folder.
+
+    After a failure it does not return: it ends the process, for threads that wait for other ranks do not end.
+    """
     if PARENT_PID_VARIABLE in os.environ:
         die_with_parent(int(os.environ[PARENT_PID_VARIABLE]))
     options = parse_options(sys.argv[1:] if argv is None else argv)
@@ -125,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if run_dir is not None and run_dir.is_dir():
             failure = Failure(rank=rank, phase=phase, reason=f"{type(error).__name__}: {error}")
             (run_dir / f"failure-{options.group.epoch}-{rank}.json").write_bytes(msgspec.json.encode(failure))
-        return 1
+        logging.shutdown()
+        os._exit(1)
     return 0
 
 

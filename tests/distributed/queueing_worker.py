@@ -1,35 +1,35 @@
-"""A rank that may have two batches open, with a device that does what it is given later, as a GPU does.
+"""A rank with a device that does what it is given later, as a GPU does.
 
 Run by torchrun in place of distributed.worker, as `--worker-module=queueing_worker`. Images of one plain colour each
-keep the device busy, fill its memory once, break it while it runs, or cannot be queued. TRACE_DIR is where each rank
-writes down when it starts and finishes a batch.
+keep the device busy, or the rank itself; fill the memory once, break the device while it runs, or cannot be queued.
+TRACE_DIR is where each rank writes down what it does, and when.
 """
 
 import os
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from distributed import worker
-from distributed.batch import BatchStarter, OpenBatch
+from distributed.batch import BatchRunner, OpenBatch
 from distributed.link import Buffer
-from distributed.messages import Encode, Encoded
+from distributed.messages import Encoded, Share
 from distributed.moment import Moment
-from distributed.rank import Rank
 from encoder.layout import Layout
 from encoder.tower import Tower
 
 BUSY_S = {(0, 100, 0): 0.3, (0, 200, 0): 4.0}
+SLEEPS = (100, 100, 0)
+SLEEP_S = 1.0
 FILLS = (0, 0, 100)
 BREAKS = (200, 0, 0)
 RAISES = (0, 0, 200)
 
-_encode, _mark, _start, _finish = Tower.encode, Moment.__init__, BatchStarter.start, OpenBatch.finish
+_encode, _mark, _start, _finish = Tower.encode, Moment.__init__, BatchRunner.start, BatchRunner.finish
 
 
 class Device:
@@ -53,7 +53,11 @@ def encode(self: Tower, canvases: Sequence[Tensor], layouts: Sequence[Layout]) -
     busy_s = sum(seconds for colour, seconds in BUSY_S.items() if has_colour(canvases, colour))
     Device.busy_until = max(Device.busy_until, time.monotonic()) + busy_s
     Device.is_broken |= has_colour(canvases, BREAKS)
-    return _encode(self, canvases, layouts)
+    if has_colour(canvases, SLEEPS):
+        time.sleep(SLEEP_S)
+    rows = _encode(self, canvases, layouts)
+    trace("encode")
+    return rows
 
 
 def mark(self: Moment, device: torch.device) -> None:
@@ -61,39 +65,33 @@ def mark(self: Moment, device: torch.device) -> None:
     self.comes_at = Device.busy_until  # type: ignore[attr-defined]
 
 
-def has_come(self: Moment) -> bool:
+def wait(self: Moment) -> None:
+    while time.monotonic() < self.comes_at:  # type: ignore[attr-defined]
+        time.sleep(0.01)
     if Device.is_broken:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    return time.monotonic() >= self.comes_at  # type: ignore[attr-defined, no-any-return]
 
 
-def wait(self: Moment) -> None:
-    while not has_come(self):
-        time.sleep(0.01)
-
-
-def start(self: BatchStarter, batch: Encode, canvases: Sequence[Tensor] | None, arrived_at: float) -> OpenBatch:
+def start(self: BatchRunner, share: Share, canvases: Sequence[Tensor] | None, arrived_at: float) -> OpenBatch:
     trace("start")
-    return _start(self, batch, canvases, arrived_at)
+    return _start(self, share, canvases, arrived_at)
 
 
-def finish(self: OpenBatch) -> tuple[Encoded, list[Buffer]] | None:
-    answer = _finish(self)
+def finish(self: BatchRunner, opened: OpenBatch) -> tuple[Encoded, list[Buffer]] | None:
+    answer = _finish(self, opened)
     trace("finish")
     return answer
 
 
-def trace(line: str) -> None:
+def trace(what: str) -> None:
     with Path(os.environ["TRACE_DIR"], f"rank-{os.environ['RANK']}").open("a") as file:
-        file.write(line + "\n")
+        file.write(f"{what} {time.monotonic()}\n")
 
 
 if __name__ == "__main__":
     Tower.encode = encode  # type: ignore[method-assign]
     Moment.__init__ = mark  # type: ignore[method-assign]
-    Moment.has_come = has_come  # type: ignore[method-assign]
     Moment.wait = wait  # type: ignore[method-assign]
-    BatchStarter.start = start  # type: ignore[method-assign]
-    OpenBatch.finish = finish  # type: ignore[method-assign]
-    worker.Rank = partial(Rank, max_open=2)  # type: ignore[misc, assignment]
+    BatchRunner.start = start  # type: ignore[method-assign]
+    BatchRunner.finish = finish  # type: ignore[method-assign]
     sys.exit(worker.main())

@@ -1,7 +1,6 @@
 """Ranks on real GPUs, NCCL between them: the rows that one tower gives on the CPU, however many batches are open."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,9 +37,7 @@ def test_gpu_ranks_agree_with_the_cpu(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_overlapped_batches_give_the_rows_of_one_at_a_time(
-    start_group: Callable[..., Group], encode_together: Callable[..., Any], num_ranks: int
-) -> None:
+def test_overlapped_batches_give_the_rows_of_one_at_a_time(start_group: Callable[..., Group], num_ranks: int) -> None:
     if num_ranks > torch.cuda.device_count():
         pytest.skip(f"{num_ranks} CUDA devices are needed")
     group = start_group(num_ranks, device="cuda", dtype="bfloat16")
@@ -48,9 +45,8 @@ def test_overlapped_batches_give_the_rows_of_one_at_a_time(
     # Large and small in turn: memory that is handed out again too early would show in the next batch's rows.
     sizes = [(60, 50), (2, 3), (40, 45), (1, 1), (30, 80), (9, 5)] * 5
     batches = [random_canvases([size, (7, 4)], seed=seed) for seed, size in enumerate(sizes)]
-    together = encode_together(group, batches)
-    for batch, rows in zip(batches, together, strict=True):
-        (one_at_a_time,) = encode_together(group, [batch])
+    for batch, (_, rows) in zip(batches, group.encode_all(batches, "v41"), strict=True):
+        _, one_at_a_time = group.encode(batch, "v41")
         for image, expected in zip(rows, one_at_a_time, strict=True):
             assert np.linalg.norm(image - expected) <= 1e-5 * np.linalg.norm(expected)
     assert group.stop() == 0

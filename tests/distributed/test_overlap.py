@@ -10,7 +10,8 @@ import pytest
 from worker_group import Group, Pixels, random_canvases
 
 # queueing_worker's colours; the module itself is torchrun's to import.
-BUSY, LONG_BUSY, FILLS, BREAKS, RAISES = (0, 100, 0), (0, 200, 0), (0, 0, 100), (200, 0, 0), (0, 0, 200)
+BUSY, LONG_BUSY, SLEEPS = (0, 100, 0), (0, 200, 0), (100, 100, 0)
+FILLS, BREAKS, RAISES = (0, 0, 100), (200, 0, 0), (0, 0, 200)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,13 @@ def start_queueing(
 
 @pytest.fixture(scope="module")
 def group(start_queueing: Callable[..., tuple[Group, Path]]) -> tuple[Group, Path]:
-    return start_queueing(2, stall_timeout_s=0.5)
+    return start_queueing(2)
+
+
+def read_trace(trace_dir: Path, rank: int, *kinds: str) -> list[tuple[str, float]]:
+    """What a rank did of these kinds, and when."""
+    lines = [line.split() for line in (trace_dir / f"rank-{rank}").read_text().splitlines()]
+    return [(what, float(when)) for what, when in lines if what in kinds]
 
 
 def plain(*colours: tuple[int, int, int]) -> list[Pixels]:
@@ -42,53 +49,69 @@ def plain(*colours: tuple[int, int, int]) -> list[Pixels]:
 
 
 def test_the_next_batch_is_started_first_and_the_rows_stay_the_same(
-    group: tuple[Group, Path], encode_together: Callable[..., Any]
+    start_queueing: Callable[..., tuple[Group, Path]],
 ) -> None:
-    ranks, trace_dir = group
+    ranks, trace_dir = start_queueing(2)
     batches = [[*plain(BUSY, BUSY), *random_canvases([(size, 7), (3, size)], seed=size)] for size in (1, 2, 8)]
-    together = encode_together(ranks, batches)
-    one_at_a_time = [encode_together(ranks, [batch])[0] for batch in batches]
-    for rows, expected in zip(together, one_at_a_time, strict=True):
-        for image, expected_image in zip(rows, expected, strict=True):
-            assert np.array_equal(image, expected_image)
+    together = ranks.encode_all(batches, "v41")
+    for canvases, (_, rows) in zip(batches, together, strict=True):
+        _, one_at_a_time = ranks.encode(canvases, "v41")
+        for image, expected in zip(rows, one_at_a_time, strict=True):
+            assert np.array_equal(image, expected)
     warm_up, overlapped = ["start", "finish"], ["start", "start", "finish", "start", "finish", "finish"]
     for rank in (0, 1):
-        assert (trace_dir / f"rank-{rank}").read_text().split()[:8] == warm_up + overlapped
+        trace = [what for what, _ in read_trace(trace_dir, rank, "start", "finish")]
+        assert trace[:8] == warm_up + overlapped
+
+
+def test_an_idle_rank_takes_the_next_batch_while_another_is_at_the_one_before(group: tuple[Group, Path]) -> None:
+    ranks, trace_dir = group
+    other, ours = random_canvases([(4, 5), (6, 6)], seed=1)
+    begun_at = time.monotonic()
+    (first, _), (second, rows) = ranks.encode_all([plain(SLEEPS), [other, ours]])
+    assert first.rank_patches == (36, 0)
+    assert second.rank_patches == (20, 36)
+    rank_0_has_first = next(when for _, when in read_trace(trace_dir, 0, "encode") if when > begun_at)
+    rank_1_has_both = [when for _, when in read_trace(trace_dir, 1, "encode") if when > begun_at][1]
+    assert rank_1_has_both < rank_0_has_first
+    _, expected = ranks.encode([other, ours])
+    for image, expected_image in zip(rows, expected, strict=True):
+        assert np.allclose(image, expected_image, rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_that_is_repeated_for_a_peer_s_memory_is_answered_once_and_in_its_turn(
-    group: tuple[Group, Path], encode_together: Callable[..., Any]
+    group: tuple[Group, Path],
 ) -> None:
     ranks, _ = group
-    batches = [plain(BUSY, BUSY), plain(BUSY, FILLS), plain(BUSY, BUSY)]
-    before, repeated, after = encode_together(ranks, batches)
-    (expected,) = encode_together(ranks, [plain(BUSY, FILLS)])
+    (_, before), (_, repeated), (_, after) = ranks.encode_all(
+        [plain(BUSY, BUSY), plain(BUSY, FILLS), plain(BUSY, BUSY)]
+    )
+    _, expected = ranks.encode(plain(BUSY, FILLS))
     assert np.array_equal(repeated, expected)
     assert np.array_equal(before, after)
 
 
-def test_a_device_that_hangs_makes_its_rank_fall_silent(
-    group: tuple[Group, Path], encode_together: Callable[..., Any]
-) -> None:
-    ranks, _ = group
-    encode_together(ranks, [plain(BUSY, LONG_BUSY)])  # rank 1's device goes on, for longer than the stall time-out
+def test_a_device_that_hangs_makes_its_rank_fall_silent(start_queueing: Callable[..., tuple[Group, Path]]) -> None:
+    ranks, _ = start_queueing(2, stall_timeout_s=0.5)
+    ranks.encode(plain(BUSY, LONG_BUSY))  # rank 1's device goes on, for longer than the stall time-out
     time.sleep(2.5)
     silent_s = ranks.ping().silent_s
     assert silent_s[1] > 1.0 > silent_s[0]
 
 
-def test_stop_finishes_what_is_open(group: tuple[Group, Path], encode_together: Callable[..., Any]) -> None:
-    ranks, _ = group
-    first, second = encode_together(ranks, [plain(BUSY, BUSY), plain(BUSY, BUSY)], stop=True)
+def test_stop_finishes_what_is_open(start_queueing: Callable[..., tuple[Group, Path]]) -> None:
+    ranks, _ = start_queueing(2)
+    for _ in range(2):
+        ranks.send(plain(BUSY, BUSY), "rows", "float32")
+    ranks.send_stop()
+    (_, first), (_, second) = ranks.receive_rows(), ranks.receive_rows()
     assert np.array_equal(first, second)
     assert ranks.wait() == 0
 
 
-def test_a_fault_after_the_start_ends_the_group(
-    start_queueing: Callable[..., tuple[Group, Path]], encode_together: Callable[..., Any]
-) -> None:
+def test_a_fault_after_the_start_ends_the_group(start_queueing: Callable[..., tuple[Group, Path]]) -> None:
     ranks, _ = start_queueing(2)
-    encode_together(ranks, [plain(BUSY, BREAKS)])
+    ranks.send(plain(BUSY, BREAKS), "rows", "float32")
     assert ranks.wait() == 1
     failure = ranks.failure()
     assert failure is not None
@@ -96,11 +119,11 @@ def test_a_fault_after_the_start_ends_the_group(
     assert "illegal memory access" in failure.reason
 
 
-def test_a_batch_that_cannot_be_started_does_not_cost_the_one_before_its_answer(
-    start_queueing: Callable[..., tuple[Group, Path]], encode_together: Callable[..., Any]
+def test_a_batch_that_cannot_be_encoded_does_not_cost_the_one_before_its_answer(
+    start_queueing: Callable[..., tuple[Group, Path]],
 ) -> None:
     ranks, _ = start_queueing(1)
-    (rows,) = encode_together(ranks, [plain(BUSY), plain(RAISES)], num_answers=1)
+    ((_, rows),) = ranks.encode_all([plain(BUSY), plain(RAISES)], num_answers=1)
     assert len(rows) == 1
     assert ranks.wait() == 1
     failure = ranks.failure()

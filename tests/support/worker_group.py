@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ class Group:
     def __init__(self, runner: asyncio.Runner, options: LaunchOptions, run_dir: Path) -> None:
         self._runner = runner
         self._batch_ids = itertools.count(1)
+        self._unanswered: deque[int] = deque()
         self._context = zmq.asyncio.Context()
 
         async def start() -> None:
@@ -39,22 +41,43 @@ class Group:
         return message
 
     def encode(self, canvases: Sequence[Pixels], layout: Layout = "rows") -> tuple[Encoded, list[NDArray[np.float32]]]:
-        answer, buffers = self.encode_raw(canvases, layout, "float32")
-        return answer, [
-            np.frombuffer(buffer, np.float32).reshape(spec.num_rows, spec.width)
-            for spec, buffer in zip(answer.images, buffers, strict=True)
-        ]
+        (answer,) = self.encode_all([canvases], layout)
+        return answer
 
     def encode_raw(
         self, canvases: Sequence[Pixels], layout: Layout, dtype: RowDtype
     ) -> tuple[Encoded, list[memoryview]]:
+        self.send(canvases, layout, dtype)
+        return self.receive()
+
+    def encode_all(
+        self, batches: Sequence[Sequence[Pixels]], layout: Layout = "rows", *, num_answers: int | None = None
+    ) -> list[tuple[Encoded, list[NDArray[np.float32]]]]:
+        """Send several batches before any is answered, and give the first answers, or all."""
+        for canvases in batches:
+            self.send(canvases, layout, "float32")
+        return [self.receive_rows() for _ in batches[:num_answers]]
+
+    def send(self, canvases: Sequence[Pixels], layout: Layout, dtype: RowDtype) -> None:
         images = tuple(ImageSpec(canvas.shape[0], canvas.shape[1], layout, dtype) for canvas in canvases)
         batch = Encode(next(self._batch_ids), images)
+        self._unanswered.append(batch.batch_id)
         self._run(self.link.send(batch, [canvas.data for canvas in canvases]))
+
+    def receive(self) -> tuple[Encoded, list[memoryview]]:
+        """The answer to the oldest batch that has none."""
         answer, buffers = self._run(self.link.receive())
         assert isinstance(answer, Encoded)
-        assert answer.batch_id == batch.batch_id
+        assert answer.batch_id == self._unanswered.popleft()
         return answer, buffers
+
+    def receive_rows(self) -> tuple[Encoded, list[NDArray[np.float32]]]:
+        """The same, of rows that were asked for in float32."""
+        answer, buffers = self.receive()
+        return answer, [
+            np.frombuffer(buffer, np.float32).reshape(spec.num_rows, spec.width)
+            for spec, buffer in zip(answer.images, buffers, strict=True)
+        ]
 
     def ping(self) -> Pong:
         self._run(self.link.send(Ping(nonce=7)))
@@ -63,8 +86,11 @@ class Group:
         return message
 
     def stop(self) -> int:
-        self._run(self.link.send(Stop()))
+        self.send_stop()
         return self.wait()
+
+    def send_stop(self) -> None:
+        self._run(self.link.send(Stop()))
 
     def wait(self) -> int:
         return self._run(self.process.wait())

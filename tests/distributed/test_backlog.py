@@ -1,0 +1,88 @@
+"""Rank 0's reckoning of what the others have still to do."""
+
+import itertools
+
+import pytest
+
+from distributed.backlog import Backlog
+from distributed.balance import balance, rank_loads
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def backlog(clock: Clock) -> Backlog:
+    """Of two ranks that do 10 patches a second and have nothing to do."""
+    backlog = Backlog(2, clock)
+    backlog.give((20, 20))
+    clock.now += 2.0
+    backlog.end(2.0)
+    assert backlog.patches() == (0, 0)
+    return backlog
+
+
+def test_it_grows_by_what_is_given_and_shrinks_with_time(backlog: Backlog, clock: Clock) -> None:
+    backlog.give((40, 0))
+    assert backlog.patches() == (40, 0)
+    clock.now += 1.0
+    assert backlog.patches() == (30, 0)
+    backlog.give((0, 25))
+    assert backlog.patches() == (30, 25)
+    clock.now += 2.8
+    assert backlog.patches() == (2, 1), "at least 1 before the batch has ended"
+    clock.now += 5.0
+    assert backlog.patches() == (1, 1)
+
+
+def test_a_late_batch_delays_those_behind_it(backlog: Backlog, clock: Clock) -> None:
+    backlog.give((40, 10))
+    backlog.give((30, 60))
+    assert backlog.patches() == (70, 70)
+    clock.now += 5.0  # a second later than expected, but as fast by rank 0's own account
+    backlog.end(4.0)
+    assert backlog.patches() == (30, 30)
+
+
+def test_an_early_batch_brings_those_behind_it_forward(backlog: Backlog, clock: Clock) -> None:
+    backlog.give((40, 10))
+    backlog.give((30, 60))
+    clock.now += 3.0
+    backlog.end(4.0)
+    assert backlog.patches() == (30, 30)
+
+
+def test_the_rate_follows_rank_0(backlog: Backlog, clock: Clock) -> None:
+    for _ in range(20):
+        backlog.give((20, 20))
+        clock.now += 1.0
+        backlog.end(1.0)
+    backlog.give((40, 40))
+    clock.now += 1.0
+    assert backlog.patches() == pytest.approx((20, 20), abs=1)
+
+
+def test_before_anything_is_known_a_rank_with_work_is_not_an_idle_one(clock: Clock) -> None:
+    backlog = Backlog(3, clock)
+    for rank in range(3):
+        loads = rank_loads(balance([5], backlog.patches()), [5])
+        assert loads.index(5) == rank
+        backlog.give(loads)
+
+
+def test_uneven_batches_even_out(backlog: Backlog, clock: Clock) -> None:
+    loads = [0, 0]
+    for size in itertools.islice(itertools.cycle((7, 3, 9)), 60):
+        batch = rank_loads(balance([size] * 3, backlog.patches()), [size] * 3)
+        backlog.give(batch)
+        loads = [load + patches for load, patches in zip(loads, batch, strict=True)]
+        assert abs(loads[0] - loads[1]) <= 9
