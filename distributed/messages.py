@@ -36,7 +36,7 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Is anyone there? Answered by rank 0's link thread, whatever its main thread is doing."""
+    """Is anyone there? Answered by rank 0's link thread, whatever its other threads are at."""
 
     nonce: int
 

@@ -1,7 +1,7 @@
 """What was handed to the worker group and not answered: its debts, in the order in which they were sent.
 
-Rank 0 encodes in that order, so when the group dies, the first debt is suspected, and goes by itself from then on. A
-batch that the group died of twice is taken apart; an image that did so by itself is refused, and its mates get rows.
+Batches end in that order, so when the group dies, the first debt is suspected, and goes by itself from then on. A batch
+that the group died of twice is taken apart; an image that did so by itself is refused, and its mates get rows.
 """
 
 import asyncio
