@@ -52,8 +52,10 @@ class Backlog:
         """
         now = self._clock()
         with self._lock:
-            ends_at, rank_patches = self._open.popleft()
-            self._free_at = [free_at + now - ends_at for free_at in self._free_at]
+            expected_at, rank_patches = self._open.popleft()
+            late_s = now - expected_at
+            self._free_at = [free_at + late_s for free_at in self._free_at]
+            self._open = deque((ends_at + late_s, patches) for ends_at, patches in self._open)
             if rank_patches[0]:
                 self._patches = _MEMORY * self._patches + rank_patches[0]
                 self._seconds = _MEMORY * self._seconds + own_s

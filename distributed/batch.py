@@ -75,6 +75,9 @@ class BatchRunner:
         self._tower = tower
         self._compute = Lane("compute", tower.device)
         self._side_stream = SideStream(tower.device)
+        if tower.device.type == "cuda":
+            # A thread has a cuBLAS handle and workspace of its own, which a first image does not need if it is a graph.
+            self._compute.do(torch.cuda.current_blas_handle).result()
 
     def start(self, share: Share, canvases: Sequence[Tensor] | None, arrived_at: float) -> OpenBatch:
         """Bring the pixels to those that encode them, and have this rank's images encoded.
@@ -102,7 +105,8 @@ class BatchRunner:
             return self._try_tower(mine, layouts, rank_rows)
 
         attempt = self._compute.do(encode)
-        self._exchange.wait_for(sending)
+        for sent in sending:
+            sent.wait()
         return OpenBatch(share.batch, arrived_at, shares, num_patches, num_rows, encode, [attempt])
 
     def finish(self, opened: OpenBatch) -> tuple[Encoded, list[Buffer]] | None:
@@ -139,7 +143,7 @@ class BatchRunner:
         """This rank's rows, as soon as no rank's memory ran out.
 
         A rank never goes into the all-gather alone: whose memory sufficed encodes again with those whose did not. The
-        first time all try as before: the batch before this one is done by now, and may have taken what was missing.
+        first time all try as before: the batch before this one is done by now, and may have held what was missing.
         """
         was_repeated = False
         while True:

@@ -83,7 +83,7 @@ class Exchange:
 
         Args:
             shares: which images go to which rank.
-            canvases: all of the batch's, uint8 (H, W, 3) on the CPU; they must stay until `wait_for` returns.
+            canvases: all of the batch's, uint8 (H, W, 3) on the CPU; they must stay until all are sent.
         """
         return [
             _started(dist.isend(canvases[index], dst=rank, group=self._work_group, tag=index))
@@ -95,18 +95,13 @@ class Exchange:
     def receive_pixels(self, images: Sequence[ImageSpec], share: Sequence[int]) -> list[Tensor]:
         """Every other rank: its canvases, uint8 (H, W, 3) on the CPU, in the order of its share of the batch."""
         mine = [torch.empty(images[index].height, images[index].width, 3, dtype=torch.uint8) for index in share]
-        self.wait_for(
-            [
-                _started(dist.irecv(canvas, src=0, group=self._work_group, tag=index))
-                for canvas, index in zip(mine, share, strict=True)
-            ]
-        )
+        receiving = [
+            _started(dist.irecv(canvas, src=0, group=self._work_group, tag=index))
+            for canvas, index in zip(mine, share, strict=True)
+        ]
+        for received in receiving:
+            received.wait()
         return mine
-
-    def wait_for(self, works: Sequence[dist.Work]) -> None:
-        """Wait until these are done."""
-        for work in works:
-            work.wait()
 
     def all_agree(self, agree: bool) -> bool:
         """Whether every rank says so. Tells a rank that it must do again what a peer could not finish."""

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Lane:
-    """Starts its thread when made. The thread never ends of itself and never keeps the process alive."""
+    """Starts its thread when made. The thread goes on after what raises, and does not keep the process alive."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._device = device

@@ -1,8 +1,9 @@
 """What a rank does once it is loaded: rank 0 takes batches from the front end and leads, the others follow.
 
-Three threads of every rank share the work, each in the order of the batches: one starts them, one encodes, one finishes
-them. So a rank that has done its share is not held up by another, and a GPU has the next batch's kernels before it is
-done with the one before. The main thread waits for the first of them to end or to fail.
+Three threads of every rank share the work, each in the order of the batches: one starts them, one encodes, and the main
+thread finishes them. So a rank that has done its share is not held up by another, and a GPU has the next batch's
+kernels before it is done with the one before. Whatever goes wrong ends the rank when it is that batch's turn to finish:
+nothing is gathered after it, and what was encoded before it is still answered.
 """
 
 import logging
@@ -11,9 +12,9 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,11 +66,10 @@ class Rank:
         )
         self._runner = BatchRunner(exchange, tower)
         self._starting = Lane("start", tower.device)
-        self._finishing = Lane("finish", tower.device)
         self._room = threading.Semaphore(_MAX_OPEN)
         self._backlog = Backlog(exchange.num_ranks)
-        self._link: RankLink | None = None
-        self._over: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
+        # What the main thread has to finish, in order; last of all how the starting thread ended.
+        self._started: queue.SimpleQueue[OpenBatch | Future[None]] = queue.SimpleQueue()
         device = torch.cuda.get_device_name(tower.device) if tower.device.type == "cuda" else "cpu"
         self._infos = exchange.introduce(
             RankInfo(exchange.rank, os.getpid(), socket.gethostname(), device, weights_fingerprint)
@@ -80,43 +80,45 @@ class Rank:
 
     def run(self) -> None:
         """Serve until told to stop. After a failure its threads may be left waiting for other ranks."""
-        with ExitStack() as stack:
-            serve = self._follow
-            if self._exchange.rank == 0:
-                assert self._options.run_dir is not None, "rank 0 runs beside the front end"
-                link = RankLink(self._options.run_dir, self._options.epoch, self._heartbeat.silent_s)
-                # Once a batch has ended this rank, the answers to those before it still go out.
-                self._link = stack.enter_context(closing(link))
-                serve = partial(self._lead, link)
-            self._starting.do(serve).add_done_callback(self._over.put)
-            self._over.get().result()
+        if self._exchange.rank == 0:
+            assert self._options.run_dir is not None, "rank 0 runs beside the front end"
+            link = RankLink(self._options.run_dir, self._options.epoch, self._heartbeat.silent_s)
+            with closing(link):  # answers that were sent still go out when a later batch ends this rank
+                self._warm_up()
+                link.send(self._hello())
+                self._serve(partial(self._lead, link), partial(self._answer, link))
+        else:
+            self._warm_up()
+            self._serve(self._follow, self._runner.finish)
         self._heartbeat.stop()
         self._exchange.leave()
 
+    def _serve(self, start_all: Callable[[], None], finish: Callable[[OpenBatch], object]) -> None:
+        """Finish what the starting thread starts, until that has ended and all is finished."""
+        self._starting.do(start_all).add_done_callback(self._started.put)
+        while isinstance(started := self._started.get(), OpenBatch):
+            finish(started)
+            self._heartbeat.end_batch()
+            self._room.release()
+        started.result()
+
     def _lead(self, link: RankLink) -> None:
-        self._warm_up()
-        link.send(
-            Hello(
-                epoch=self._options.epoch,
-                ranks=self._infos,
-                dtype=str(self._tower.dtype).removeprefix("torch."),
-                attention=self._tower.attention,
-                layouts=self._tower.layouts,
-                max_patches_per_forward=self._tower.max_patches_per_forward,
-                out_width=self._tower.config.out_width,
-            )
-        )
         while True:
             delivery = self._next_delivery(link.inbox)
             batch = delivery.message
             if isinstance(batch, Stop):
                 self._tell(batch)
-                self._wait_until_all_is_finished()
                 return
             self._room.acquire()
             share = Share(batch, self._backlog.patches())
             self._tell(share)
             self._start(share, _canvases(batch.images, delivery.buffers), delivery.arrived_at)
+
+    def _answer(self, link: RankLink, opened: OpenBatch) -> None:
+        answer = self._runner.finish(opened)
+        assert answer is not None, "this is rank 0"
+        self._backlog.end(answer[0].encode_s)
+        link.send(*answer)
 
     def _follow(self) -> None:
         while True:
@@ -127,7 +129,6 @@ class Rank:
                 case Idle():
                     pass
                 case Stop():
-                    self._wait_until_all_is_finished()
                     return
 
     def _next_delivery(self, inbox: "queue.SimpleQueue[Delivery]") -> Delivery:
@@ -143,29 +144,11 @@ class Rank:
             self._exchange.send_command(command)
 
     def _start(self, share: Share, canvases: Sequence[Tensor] | None, arrived_at: float) -> None:
-        """Start a batch, and have it finished after those before it."""
         self._heartbeat.begin_batch()
         opened = self._runner.start(share, canvases, arrived_at)
         if self._exchange.rank == 0:
             self._backlog.give(opened.rank_patches)
-        self._finishing.do(partial(self._finish, opened)).add_done_callback(self._notice)
-
-    def _finish(self, opened: OpenBatch) -> None:
-        answer = self._runner.finish(opened)
-        self._heartbeat.end_batch()
-        if answer is not None:
-            assert self._link is not None
-            self._backlog.end(answer[0].encode_s)
-            self._link.send(*answer)
-        self._room.release()
-
-    def _notice(self, finished: "Future[None]") -> None:
-        if finished.exception() is not None:
-            self._over.put(finished)
-
-    def _wait_until_all_is_finished(self) -> None:
-        for _ in range(_MAX_OPEN):
-            self._room.acquire()
+        self._started.put(opened)
 
     def _warm_up(self) -> None:
         """One small image per rank through the ordinary way: kernels and communicators exist before the hello."""
@@ -173,15 +156,26 @@ class Rank:
         num_ranks = self._exchange.num_ranks
         spec = ImageSpec(height=side, width=side, layout="rows", dtype="float32")
         share = Share(Encode(batch_id=0, images=(spec,) * num_ranks), (0,) * num_ranks)
-        self._tell(share)
         canvas = torch.zeros(side, side, 3, dtype=torch.uint8)
-        opened = self._runner.start(share, [canvas] * num_ranks, time.perf_counter())
+        canvases = [canvas] * num_ranks if self._exchange.rank == 0 else None
+        opened = self._runner.start(share, canvases, time.perf_counter())
         self._backlog.give(opened.rank_patches)
-        answer = self._finishing.do(partial(self._runner.finish, opened)).result()
-        assert answer is not None, "this is rank 0"
-        self._backlog.end(answer[0].encode_s)
-        if not all(image.state == "good" for image in answer[0].images):
-            raise RuntimeError("the tower's first forward gave values that are not finite")
+        answer = self._runner.finish(opened)
+        if answer is not None:
+            self._backlog.end(answer[0].encode_s)
+            if not all(image.state == "good" for image in answer[0].images):
+                raise RuntimeError("the tower's first forward gave values that are not finite")
+
+    def _hello(self) -> Hello:
+        return Hello(
+            epoch=self._options.epoch,
+            ranks=self._infos,
+            dtype=str(self._tower.dtype).removeprefix("torch."),
+            attention=self._tower.attention,
+            layouts=self._tower.layouts,
+            max_patches_per_forward=self._tower.max_patches_per_forward,
+            out_width=self._tower.config.out_width,
+        )
 
 
 def _canvases(images: Sequence[ImageSpec], buffers: Sequence[memoryview]) -> list[Tensor]:

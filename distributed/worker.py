@@ -124,12 +124,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # the process border: every reason is told before this rank goes
         # What a user can mend is a ValueError with its whole story in the message.
         log.error("failed in %s: %s", phase, error, exc_info=not isinstance(error, ValueError))
-        run_dir = options.group.run_dir
-        if run_dir is not None and run_dir.is_dir():
-            failure = Failure(rank=rank, phase=phase, reason=f"{type(error).__name__}: {error}")
-            (run_dir / f"failure-{options.group.epoch}-{rank}.json").write_bytes(msgspec.json.encode(failure))
-        logging.shutdown()
-        os._exit(1)
+        try:
+            run_dir = options.group.run_dir
+            if run_dir is not None and run_dir.is_dir():
+                failure = Failure(rank=rank, phase=phase, reason=f"{type(error).__name__}: {error}")
+                (run_dir / f"failure-{options.group.epoch}-{rank}.json").write_bytes(msgspec.json.encode(failure))
+            logging.shutdown()
+        finally:
+            os._exit(1)
     return 0
 
 

@@ -1,7 +1,8 @@
 """Which images go to the ranks next: first come, first served, up to a budget of patches, and no timer.
 
-A free slot takes at once what is waiting. Two slots keep the ranks busy: while one batch is encoded, the next is on its
-way and the one after it forms. Every image that was queued ends with rows or with an error; none is left waiting.
+A free slot takes at once what is waiting. Two slots keep the ranks busy: those that are done with one batch have the
+next already, and the one after it forms. Every image that was queued ends with rows or with an error; none is left
+waiting.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from encoder.layout import Layout
 from service.errors import ServiceError
 from service.metrics import Metrics
 
-_NEWEST_WEIGHT = 0.3
+_MEMORY = 0.7
 _LONGEST_RETRY_S = 60
 
 
@@ -64,23 +65,25 @@ def num_fitting(num_patches: Iterable[int], budget_patches: int) -> int:
 
 
 class PatchRate:
-    """Patches per second that the group gets through while it has work: a moving average over batches."""
+    """Patches per second that the group gets through while it has work: those of the last batches over their time.
+
+    Not a mean of rates: of two batches that end together, one seems to have taken no time.
+    """
 
     def __init__(self) -> None:
-        self._patches_per_s = 0.0
+        self._patches = 0.0
+        self._seconds = 0.0
         self._last_end = 0.0
 
     def observe(self, num_patches: int, start: float, end: float) -> None:
         """Count a batch. Of two in flight, the second's time begins when the first ends."""
-        elapsed = max(end - max(start, self._last_end), 1e-6)
+        self._patches = _MEMORY * self._patches + num_patches
+        self._seconds = _MEMORY * self._seconds + end - max(start, self._last_end)
         self._last_end = end
-        newest = num_patches / elapsed
-        weight = _NEWEST_WEIGHT if self._patches_per_s else 1.0
-        self._patches_per_s += weight * (newest - self._patches_per_s)
 
     def seconds_for(self, num_patches: int) -> float:
         """How long so many patches take; 0 as long as nothing was measured."""
-        return num_patches / self._patches_per_s if self._patches_per_s else 0.0
+        return num_patches * self._seconds / self._patches if self._patches else 0.0
 
 
 class Batcher:

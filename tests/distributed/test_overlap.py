@@ -83,9 +83,10 @@ def test_a_batch_that_is_repeated_for_a_peer_s_memory_is_answered_once_and_in_it
     group: tuple[Group, Path],
 ) -> None:
     ranks, _ = group
-    (_, before), (_, repeated), (_, after) = ranks.encode_all(
+    (_, before), (answer, repeated), (_, after) = ranks.encode_all(
         [plain(BUSY, BUSY), plain(BUSY, FILLS), plain(BUSY, BUSY)]
     )
+    assert answer.rank_patches == (36, 36)
     _, expected = ranks.encode(plain(BUSY, FILLS))
     assert np.array_equal(repeated, expected)
     assert np.array_equal(before, after)
@@ -117,6 +118,18 @@ def test_a_fault_after_the_start_ends_the_group(start_queueing: Callable[..., tu
     assert failure is not None
     assert (failure.rank, failure.phase) == (1, "serve")
     assert "illegal memory access" in failure.reason
+
+
+def test_no_rank_answers_for_one_that_failed(start_queueing: Callable[..., tuple[Group, Path]]) -> None:
+    ranks, _ = start_queueing(2)
+    (plain_image, other) = random_canvases([(6, 6), (6, 6)], seed=2)
+    # Were rank 1 to go on, its rows of the third batch would be taken for its rows of the second.
+    ranks.encode_all([plain(BUSY, BUSY), [plain_image, *plain(RAISES)], [plain_image, other]], num_answers=1)
+    assert ranks.wait() == 1
+    assert not ranks.has_more()
+    failure = ranks.failure()
+    assert failure is not None
+    assert "could not queue" in failure.reason
 
 
 def test_a_batch_that_cannot_be_encoded_does_not_cost_the_one_before_its_answer(

@@ -71,6 +71,18 @@ class Group:
         assert answer.batch_id == self._unanswered.popleft()
         return answer, buffers
 
+    def has_more(self) -> bool:
+        """Whether another message comes within half a second."""
+
+        async def receive() -> bool:
+            try:
+                await asyncio.wait_for(self.link.receive(), timeout=0.5)
+            except TimeoutError:
+                return False
+            return True
+
+        return self._run(receive())
+
     def receive_rows(self) -> tuple[Encoded, list[NDArray[np.float32]]]:
         """The same, of rows that were asked for in float32."""
         answer, buffers = self.receive()
