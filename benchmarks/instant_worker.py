@@ -41,8 +41,9 @@ class InstantTower:
         return self._zeros_RD[:num_rows]
 
 
-def load_tower(options: worker.WorkerOptions) -> tuple[InstantTower, str]:
+def load_tower(options: worker.WorkerOptions, device: torch.device) -> tuple[InstantTower, str]:
     """What stands in for distributed.worker.load_tower."""
+    assert device.type == "cpu"
     tower = InstantTower(open_checkpoint(options.model).config, options.max_patches_per_forward)
     return tower, "instant"
 

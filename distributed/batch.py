@@ -70,14 +70,11 @@ class OpenBatch:
 class BatchRunner:
     """This rank's part of all batches: `start` and `finish` are each called by one thread, in order."""
 
-    def __init__(self, exchange: Exchange, tower: Tower) -> None:
+    def __init__(self, exchange: Exchange, tower: Tower, computing: Lane) -> None:
         self._exchange = exchange
         self._tower = tower
-        self._compute = Lane("compute", tower.device)
+        self._computing = computing
         self._side_stream = SideStream(tower.device)
-        if tower.device.type == "cuda":
-            # A thread has a cuBLAS handle and workspace of its own, which a first image does not need if it is a graph.
-            self._compute.do(torch.cuda.current_blas_handle).result()
 
     def start(self, share: Share, canvases: Sequence[Tensor] | None, arrived_at: float) -> OpenBatch:
         """Bring the pixels to those that encode them, and have this rank's images encoded.
@@ -104,7 +101,7 @@ class BatchRunner:
         def encode() -> OwnRows | None:
             return self._try_tower(mine, layouts, rank_rows)
 
-        attempt = self._compute.do(encode)
+        attempt = self._computing.do(encode)
         for sent in sending:
             sent.wait()
         return OpenBatch(share.batch, arrived_at, shares, num_patches, num_rows, encode, [attempt])
@@ -156,7 +153,7 @@ class BatchRunner:
                 self._take_less_memory(opened.num_patches)
             was_repeated = True
             own = None  # it would be in the way
-            opened.attempts.append(self._compute.do(opened.encode))
+            opened.attempts.append(self._computing.do(opened.encode))
 
     def _try_tower(
         self, canvases: Sequence[Tensor], layouts: Sequence[Layout], rank_rows: Sequence[int]

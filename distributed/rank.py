@@ -52,8 +52,8 @@ class GroupOptions:
 class Rank:
     """A loaded tower and this process's place in the group."""
 
-    def __init__(self, options: GroupOptions, tower: Tower, weights_fingerprint: str) -> None:
-        """Join the group."""
+    def __init__(self, options: GroupOptions, tower: Tower, weights_fingerprint: str, computing: Lane) -> None:
+        """Join the group. computing: the lane that made the tower, and calls it."""
         self._options = options
         self._tower = tower
         self._exchange = Exchange.join(tower.device, options.collective_timeout_s)
@@ -64,7 +64,7 @@ class Rank:
             interval_s=_HEARTBEAT_S,
             stall_timeout_s=options.stall_timeout_s,
         )
-        self._runner = BatchRunner(exchange, tower)
+        self._runner = BatchRunner(exchange, tower, computing)
         self._starting = Lane("start", tower.device)
         self._room = threading.Semaphore(_MAX_OPEN)
         self._backlog = Backlog(exchange.num_ranks)

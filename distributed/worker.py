@@ -9,12 +9,14 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
 import torch
 
+from distributed.lane import Lane, use_threads
 from distributed.messages import Failure
 from distributed.processes import PARENT_PID_VARIABLE, die_with_parent
 from distributed.rank import GroupOptions, Rank
@@ -60,9 +62,8 @@ def choose_device(name: DeviceName) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def load_tower(options: WorkerOptions) -> tuple[Tower, str]:
+def load_tower(options: WorkerOptions, device: torch.device) -> tuple[Tower, str]:
     """The tower on this rank's device, and its fingerprint: weights, config and the dtype it computes in."""
-    device = choose_device(options.device)
     checkpoint = open_checkpoint(options.model)
     weights = load_weights(checkpoint)
     dtype = choose_dtype(options.dtype, device)
@@ -115,10 +116,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s rank {rank}: %(message)s")
     phase: Literal["setup", "join", "serve"] = "setup"
     try:
-        tower, weights_fingerprint = load_tower(options)
+        device = choose_device(options.device)
+        computing = Lane("compute", device, num_threads=torch.get_num_threads())
+        use_threads(1)
+        tower, weights_fingerprint = computing.do(partial(load_tower, options, device)).result()
         log.info("%s on %s, %s, attention %s", options.model, tower.device, tower.dtype, tower.attention)
         phase = "join"
-        member = Rank(options.group, tower, weights_fingerprint)
+        member = Rank(options.group, tower, weights_fingerprint, computing)
         phase = "serve"
         member.run()
     except Exception as error:  # the process border: every reason is told before this rank goes
