@@ -64,6 +64,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     host: str
     device: str
     fingerprint: str
+    attention: str
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -72,7 +73,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     epoch: int
     ranks: tuple[RankInfo, ...]
     dtype: str
-    attention: str
     layouts: tuple[Layout, ...]
     max_patches_per_forward: int
     out_width: int

@@ -71,12 +71,21 @@ class Rank:
         # What the main thread has to finish, in order; last of all how the starting thread ended.
         self._started: queue.SimpleQueue[OpenBatch | Future[None]] = queue.SimpleQueue()
         device = torch.cuda.get_device_name(tower.device) if tower.device.type == "cuda" else "cpu"
-        self._infos = exchange.introduce(
-            RankInfo(exchange.rank, os.getpid(), socket.gethostname(), device, weights_fingerprint)
+        info = RankInfo(
+            rank=exchange.rank,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            device=device,
+            fingerprint=weights_fingerprint,
+            attention=tower.attention,
         )
-        strangers = [info.rank for info in self._infos if info.fingerprint != weights_fingerprint]
+        self._infos = exchange.introduce(info)
+        kin = (info.fingerprint, info.attention)
+        strangers = [peer.rank for peer in self._infos if (peer.fingerprint, peer.attention) != kin]
         if strangers:
-            raise RuntimeError(f"ranks {strangers} differ from rank {exchange.rank}: compare --model and --dtype")
+            raise RuntimeError(
+                f"ranks {strangers} differ from rank {info.rank}: compare --model, --dtype and --attention"
+            )
 
     def run(self) -> None:
         """Serve until told to stop. After a failure its threads may be left waiting for other ranks."""
@@ -171,7 +180,6 @@ class Rank:
             epoch=self._options.epoch,
             ranks=self._infos,
             dtype=str(self._tower.dtype).removeprefix("torch."),
-            attention=self._tower.attention,
             layouts=self._tower.layouts,
             max_patches_per_forward=self._tower.max_patches_per_forward,
             out_width=self._tower.config.out_width,

@@ -190,5 +190,5 @@ def _describe(parts: Parts) -> Info:
         fingerprint=hello.ranks[0].fingerprint if hello else None,
         devices=tuple(rank.device for rank in hello.ranks) if hello else None,
         dtype=hello.dtype if hello else None,
-        attention=hello.attention if hello else None,
+        attention=hello.ranks[0].attention if hello else None,
     )

@@ -243,7 +243,7 @@ class Supervisor:
         self._link = link
         self.state = GroupState.READY
         ranks = ", ".join(f"{info.rank} on {info.device}" for info in hello.ranks)
-        log.info("worker group %d ready: rank %s; %s, %s", hello.epoch, ranks, hello.dtype, hello.attention)
+        log.info("worker group %d ready: rank %s; %s, %s", hello.epoch, ranks, hello.dtype, hello.ranks[0].attention)
 
     async def _send_unsent(self, link: FrontLink) -> None:
         """Send what this life may be sent now, in order. If rank 0 is gone, the next life will be sent it."""

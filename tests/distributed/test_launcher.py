@@ -46,6 +46,21 @@ def test_an_unavailable_attention_ends_the_start_and_says_what_to_do(start_group
     assert "flash" in failure.reason
 
 
+@pytest.mark.parametrize("argument", ["--dtype=float32", "--attention=matmul"])
+def test_ranks_that_would_not_give_the_same_rows_do_not_start(
+    start_group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))
+    monkeypatch.setenv("FAULTY_RANK", "1")
+    monkeypatch.setenv("FAULTY_ARGUMENT", argument)
+    group = start_group(2, dtype="bfloat16", attention="sdpa", worker_module="faulty_worker")
+    assert group.wait() == 1
+    failure = group.failure()
+    assert failure is not None
+    assert failure.phase == "join"
+    assert "compare --model, --dtype and --attention" in failure.reason
+
+
 def test_a_group_that_idles_past_its_time_out_still_answers(start_group: Callable[..., Group]) -> None:
     group = start_group(2, collective_timeout_s=4.0)
     group.hello()

@@ -1,5 +1,7 @@
 """Rows on their way out: the bytes of the dtype that was asked for, and no rows that cannot be used."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -48,3 +50,24 @@ def test_unusable_rows_stay_behind_and_their_mates_go(device: str) -> None:
     specs, buffers = outgoing.collect()
     assert [image.state for image in specs] == ["good", "not_finite", "overflow", "not_finite"]
     assert [len(buffer) for buffer in buffers] == [16, 0, 0, 0]
+
+
+def test_rows_that_have_no_room_on_the_device_are_converted_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    convert, conversions = torch.Tensor.to, 0
+
+    def run_out_once(self: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        nonlocal conversions
+        conversions += 1
+        if conversions == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return convert(self, *arguments)
+
+    computed = [torch.randn(3, 4), torch.randn(2, 4)]
+    monkeypatch.setattr(torch.Tensor, "to", run_out_once)
+    outgoing = OutgoingRows.bring_down([spec("bfloat16"), spec("float32")], computed)
+    monkeypatch.undo()
+    assert conversions == 4
+    specs, buffers = outgoing.collect()
+    assert [image.state for image in specs] == ["good", "good"]
+    assert bytes(buffers[0]) == computed[0].bfloat16().view(torch.uint8).numpy().tobytes()
+    assert bytes(buffers[1]) == computed[1].numpy().tobytes()

@@ -97,10 +97,11 @@ def test_kill_during_the_start(start_faulty: Callable[..., Server], reference: R
 def test_one_rank_alone_that_cannot_start_ends_serve_with_its_reason(
     start_faulty: Callable[..., Server], rank: int
 ) -> None:
-    server = start_faulty(ranks=2, FAULTY_RANK=str(rank))
+    missing = "/a/checkpoint/that/only/this/rank/does/not/find"
+    server = start_faulty(ranks=2, FAULTY_RANK=str(rank), FAULTY_ARGUMENT=f"--model={missing}")
     assert server.wait() == 1
     assert f"cannot go on: rank {rank} failed in setup" in server.log
-    assert "/a/checkpoint/that/only/this/rank/does/not/find" in server.log
+    assert missing in server.log
 
 
 def test_sigterm_under_load_answers_all_that_were_let_in(

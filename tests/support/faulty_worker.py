@@ -1,7 +1,7 @@
 """A rank whose tower fails on images of one plain colour each: what a kernel bug or a broken device would do.
 
 Run by torchrun in place of distributed.worker, as `--worker-module=faulty_worker`. FAULTY_MAX_PATCHES, if set, is what
-a forward may hold before memory runs out; FAULTY_RANK, if set, is the rank that finds no checkpoint.
+a forward may hold before memory runs out; FAULTY_RANK, if set, is the rank that is also given FAULTY_ARGUMENT.
 """
 
 import os
@@ -56,7 +56,7 @@ def forward(self: Tower, patches: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
 
 if __name__ == "__main__":
     if os.environ["RANK"] == os.environ.get("FAULTY_RANK"):
-        sys.argv.append("--model=/a/checkpoint/that/only/this/rank/does/not/find")
+        sys.argv.append(os.environ["FAULTY_ARGUMENT"])
     Tower.encode = encode  # type: ignore[method-assign]
     Tower.forward = forward  # type: ignore[method-assign]
     sys.exit(main())
