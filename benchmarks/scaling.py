@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument(
         "--curve", nargs=3, type=float, metavar=("MS", "US", "NS"), help="simulated: a, b and c, rather than measured"
     )
-    parser.add_argument("--forwards", nargs="+", type=int, default=[1, 4], help="simulated: a rank's part of a batch")
+    parser.add_argument("--forwards", nargs="+", type=int, default=[1, 3], help="simulated: a rank's part of a batch")
     parser.add_argument("--batches", type=int, default=400, help="simulated, for each number of ranks")
     parser.add_argument("--gather-gb-per-s", type=float, default=2.0, help="simulated: what a rank receives")
     options = parser.parse_args()

@@ -105,23 +105,36 @@ class Rank:
     def _serve(self, start_all: Callable[[], None], finish: Callable[[OpenBatch], object]) -> None:
         """Finish what the starting thread starts, until that has ended and all is finished."""
         self._starting.do(start_all).add_done_callback(self._started.put)
-        while isinstance(started := self._started.get(), OpenBatch):
-            finish(started)
-            self._heartbeat.end_batch()
-            self._room.release()
-        started.result()
+        while self._finish_next(finish):
+            pass
+
+    def _finish_next(self, finish: Callable[[OpenBatch], object]) -> bool:
+        """Finish a batch, of which nothing is kept. Returns whether there can be another."""
+        started = self._started.get()
+        if isinstance(started, Future):
+            started.result()
+            return False
+        finish(started)
+        self._heartbeat.end_batch()
+        self._room.release()
+        return True
 
     def _lead(self, link: RankLink) -> None:
-        while True:
-            delivery = self._next_delivery(link.inbox)
-            batch = delivery.message
-            if isinstance(batch, Stop):
-                self._tell(batch)
-                return
-            self._room.acquire()
-            share = Share(batch, self._backlog.patches())
-            self._tell(share)
-            self._start(share, _canvases(batch.images, delivery.buffers), delivery.arrived_at)
+        while self._lead_next(link.inbox):
+            pass
+
+    def _lead_next(self, inbox: "queue.SimpleQueue[Delivery]") -> bool:
+        """Start what the front end sends next, of which nothing is kept here. Returns whether there can be more."""
+        delivery = self._next_delivery(inbox)
+        batch = delivery.message
+        if isinstance(batch, Stop):
+            self._tell(batch)
+            return False
+        self._room.acquire()
+        share = Share(batch, self._backlog.patches())
+        self._tell(share)
+        self._start(share, _canvases(batch.images, delivery.buffers), delivery.arrived_at)
+        return True
 
     def _answer(self, link: RankLink, opened: OpenBatch) -> None:
         answer = self._runner.finish(opened)

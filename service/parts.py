@@ -128,8 +128,8 @@ def launch_options(foundation: Foundation) -> LaunchOptions:
 def _batch_patches(settings: Settings, supervisor: Supervisor, config: VisionConfig) -> int:
     """Patches of a batch: a forward of every rank, but for several ranks at least so much that it can be shared evenly.
 
-    Whole images go to ranks. Simulated (benchmarks/scaling.py), ranks are busy for 91 to 98 % of the time with one
-    forward of a CPU's size for each, and for 99 % with two; with more, images only wait longer for one another.
+    Whole images go to ranks. Simulated (benchmarks/scaling.py), ranks are busy for 94 to 99 % of the time with one
+    forward of a CPU's size for each, and for 99 % with this; with more, images only wait longer for one another.
     """
     hello = supervisor.hello
     assert hello is not None, "asked once there was work"
