@@ -23,7 +23,7 @@ from distributed.balance import Shares, balance, cut_apart, rank_loads
 from distributed.exchange import Exchange
 from distributed.lane import Lane
 from distributed.link import Buffer
-from distributed.messages import Encode, Encoded, ImageSpec, Share
+from distributed.messages import Assignment, Encode, Encoded, ImageSpec
 from distributed.moment import Moment, SideStream
 from distributed.rows import OutgoingRows
 from encoder.geometry import merge_grid
@@ -49,8 +49,8 @@ class OwnRows:
 class OpenBatch:
     """A batch that was started.
 
-    encode: compute this rank's rows; None where memory does not suffice. attempts: the one at it, as long as nobody has
-    asked for what came of it.
+    encode: compute this rank's rows; None where memory does not suffice. attempts: the latest one's future, taken out
+    by whoever asks for it, so that nothing else holds the rows.
     """
 
     header: Encode
@@ -76,18 +76,18 @@ class BatchRunner:
         self._computing = computing
         self._side_stream = SideStream(tower.device)
 
-    def start(self, share: Share, canvases: Sequence[Tensor] | None, arrived_at: float) -> OpenBatch:
+    def start(self, assignment: Assignment, canvases: Sequence[Tensor] | None, arrived_at: float) -> OpenBatch:
         """Bring the pixels to those that encode them, and have this rank's images encoded.
 
         Args:
             canvases: all of the batch's on rank 0 and None elsewhere.
             arrived_at: when rank 0 was given it, by `time.perf_counter`.
         """
-        images = share.batch.images
+        images = assignment.batch.images
         patch_area = self._tower.config.patch_size**2
         num_patches = [image.height * image.width // patch_area for image in images]
         num_rows = [self._num_rows(image) for image in images]
-        shares = balance(num_patches, share.backlog)
+        shares = balance(num_patches, assignment.backlog)
         my_share = shares[self._exchange.rank]
         sending: list[dist.Work] = []
         if canvases is None:
@@ -104,7 +104,7 @@ class BatchRunner:
         attempt = self._computing.do(encode)
         for sent in sending:
             sent.wait()
-        return OpenBatch(share.batch, arrived_at, shares, num_patches, num_rows, encode, [attempt])
+        return OpenBatch(assignment.batch, arrived_at, shares, num_patches, num_rows, encode, [attempt])
 
     def finish(self, opened: OpenBatch) -> tuple[Encoded, list[Buffer]] | None:
         """Gather a batch's rows, as soon as all ranks have theirs. Rank 0: the answer and its buffers."""
@@ -140,7 +140,8 @@ class BatchRunner:
         """This rank's rows, as soon as no rank's memory ran out.
 
         A rank never goes into the all-gather alone: whose memory sufficed encodes again with those whose did not. The
-        first time all try as before: the batch before this one is done by now, and may have held what was missing.
+        first time all try as before: the batch before this one is done by now, and may have held what was missing. The
+        batch behind it may be encoded first, and hold its rows, which are little beside what a forward takes.
         """
         was_repeated = False
         while True:

@@ -1,4 +1,4 @@
-"""A thread that does what it is given, in order: on a CPU what a stream is on CUDA, and on both what feeds a stream.
+"""A thread that does what it is given, in order: for the host what a stream is for a GPU.
 
 OpenMP keeps a pool of threads for every thread that computes. Once there are more of them than cores, they no longer
 spin while they wait for one another, and a tower on two cores becomes 10 to 17 % slower. So one lane of a process
@@ -41,7 +41,7 @@ class Lane:
         work, future = self._given.get()
         try:
             future.set_result(work())
-        except Exception as error:  # whoever asked for it is told
+        except BaseException as error:  # whoever asked for it is told
             future.set_exception(error)
 
 
@@ -49,4 +49,5 @@ def use_threads(num_threads: int) -> None:
     """Have torch's operations on the CPU run on so many threads where the calling thread is concerned."""
     torch.set_num_threads(num_threads)
     # A thread takes over what was set last when it first looks, and keeps it whatever others set afterwards.
-    assert torch.get_num_threads() == num_threads
+    found = torch.get_num_threads()
+    assert found == num_threads

@@ -99,22 +99,19 @@ class RankLink:
         self._outbox = self._context.socket(zmq.PAIR)
         self._outbox.set_hwm(_NO_LIMIT)
         self._outbox.bind("inproc://outbox")
-        self._outbox_lock = threading.Lock()
         self._endpoint = f"ipc://{socket_path(run_dir, epoch)}"
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
         self._thread.start()
 
     def send(self, message: ToFront, buffers: Sequence[Buffer] = ()) -> None:
-        """Have the link thread send this. The buffers must not change afterwards."""
-        with self._outbox_lock:
-            self._outbox.send_multipart([pack_header(message), *buffers], copy=False)
+        """Main thread only: have the link thread send this. The buffers must not change afterwards."""
+        self._outbox.send_multipart([pack_header(message), *buffers], copy=False)
 
     def close(self) -> None:
         """Send what is waiting, then end the thread."""
-        with self._outbox_lock:
-            self._outbox.send(b"")
-            self._thread.join()
-            self._outbox.close()
+        self._outbox.send(b"")
+        self._thread.join()
+        self._outbox.close()
         self._context.term()
 
     def _run(self) -> None:

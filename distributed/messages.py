@@ -41,8 +41,8 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     nonce: int
 
 
-class Share(msgspec.Struct, frozen=True, tag="share"):
-    """Sent by rank 0 to its peers: encode your share of this batch. `backlog` is what each rank has still to do."""
+class Assignment(msgspec.Struct, frozen=True, tag="assignment"):
+    """Sent by rank 0 to its peers: each encode your share of this batch. `backlog`: patches each has still to do."""
 
     batch: Encode
     backlog: tuple[int, ...]
@@ -92,8 +92,8 @@ class RowsSpec(msgspec.Struct, frozen=True, array_like=True):
 class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
     """The answer to `Encode`. Buffers: one per image in the order of the question, empty where not good.
 
-    `wait_s` passed in rank 0 behind other batches and on the ways to and from its device. `encode_s` is rank 0's own,
-    and `gather_s` includes the wait for slower ranks.
+    `wait_s` passed in rank 0 behind other batches and on the ways to and from its device. `encode_s` is rank 0's own.
+    `gather_s` includes the wait for slower ranks and for the batch before, so the times of two batches may overlap.
     """
 
     batch_id: int
@@ -121,7 +121,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 ToRank: TypeAlias = Encode | Ping | Stop
 ToFront: TypeAlias = Hello | Encoded | Pong
-Command: TypeAlias = Share | Idle | Stop
+Command: TypeAlias = Assignment | Idle | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

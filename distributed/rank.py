@@ -6,7 +6,6 @@ kernels before it is done with the one before. Whatever goes wrong ends the rank
 nothing is gathered after it, and what was encoded before it is still answered.
 """
 
-import logging
 import os
 import queue
 import socket
@@ -28,10 +27,8 @@ from distributed.exchange import Exchange
 from distributed.heartbeat import Heartbeat
 from distributed.lane import Lane
 from distributed.link import Delivery, RankLink
-from distributed.messages import Encode, Hello, Idle, ImageSpec, RankInfo, Share, Stop
+from distributed.messages import Assignment, Encode, Hello, Idle, ImageSpec, RankInfo, Stop
 from encoder.tower import Tower
-
-log = logging.getLogger("patchgrid.rank")
 
 _HEARTBEAT_S = 0.5
 _TICKS_PER_TIMEOUT = 4
@@ -55,6 +52,7 @@ class Rank:
     def __init__(self, options: GroupOptions, tower: Tower, weights_fingerprint: str, computing: Lane) -> None:
         """Join the group. computing: the lane that made the tower, and calls it."""
         self._options = options
+        self._tick_s = options.collective_timeout_s / _TICKS_PER_TIMEOUT
         self._tower = tower
         self._exchange = Exchange.join(tower.device, options.collective_timeout_s)
         exchange = self._exchange
@@ -80,8 +78,8 @@ class Rank:
             attention=tower.attention,
         )
         self._infos = exchange.introduce(info)
-        kin = (info.fingerprint, info.attention)
-        strangers = [peer.rank for peer in self._infos if (peer.fingerprint, peer.attention) != kin]
+        expected = (info.fingerprint, info.attention)
+        strangers = [peer.rank for peer in self._infos if (peer.fingerprint, peer.attention) != expected]
         if strangers:
             raise RuntimeError(
                 f"ranks {strangers} differ from rank {info.rank}: compare --model, --dtype and --attention"
@@ -130,10 +128,11 @@ class Rank:
         if isinstance(batch, Stop):
             self._tell(batch)
             return False
-        self._room.acquire()
-        share = Share(batch, self._backlog.patches())
-        self._tell(share)
-        self._start(share, _canvases(batch.images, delivery.buffers), delivery.arrived_at)
+        while not self._room.acquire(timeout=self._tick_s):
+            self._tell(Idle())
+        assignment = Assignment(batch, self._backlog.patches())
+        self._tell(assignment)
+        self._start(assignment, _canvases(batch.images, delivery.buffers), delivery.arrived_at)
         return True
 
     def _answer(self, link: RankLink, opened: OpenBatch) -> None:
@@ -145,9 +144,9 @@ class Rank:
     def _follow(self) -> None:
         while True:
             match self._exchange.receive_command():
-                case Share() as share:
+                case Assignment() as assignment:
                     self._room.acquire()
-                    self._start(share, None, time.perf_counter())
+                    self._start(assignment, None, time.perf_counter())
                 case Idle():
                     pass
                 case Stop():
@@ -157,17 +156,17 @@ class Rank:
         """Wait for the front end; the other ranks are told now and then that nothing came."""
         while True:
             try:
-                return inbox.get(timeout=self._options.collective_timeout_s / _TICKS_PER_TIMEOUT)
+                return inbox.get(timeout=self._tick_s)
             except queue.Empty:
                 self._tell(Idle())
 
-    def _tell(self, command: Share | Idle | Stop) -> None:
+    def _tell(self, command: Assignment | Idle | Stop) -> None:
         if self._exchange.num_ranks > 1:
             self._exchange.send_command(command)
 
-    def _start(self, share: Share, canvases: Sequence[Tensor] | None, arrived_at: float) -> None:
+    def _start(self, assignment: Assignment, canvases: Sequence[Tensor] | None, arrived_at: float) -> None:
         self._heartbeat.begin_batch()
-        opened = self._runner.start(share, canvases, arrived_at)
+        opened = self._runner.start(assignment, canvases, arrived_at)
         if self._exchange.rank == 0:
             self._backlog.give(opened.rank_patches)
         self._started.put(opened)
@@ -177,16 +176,12 @@ class Rank:
         side = 3 * self._tower.config.patch_size
         num_ranks = self._exchange.num_ranks
         spec = ImageSpec(height=side, width=side, layout="rows", dtype="float32")
-        share = Share(Encode(batch_id=0, images=(spec,) * num_ranks), (0,) * num_ranks)
+        assignment = Assignment(Encode(batch_id=0, images=(spec,) * num_ranks), (0,) * num_ranks)
         canvas = torch.zeros(side, side, 3, dtype=torch.uint8)
         canvases = [canvas] * num_ranks if self._exchange.rank == 0 else None
-        opened = self._runner.start(share, canvases, time.perf_counter())
-        self._backlog.give(opened.rank_patches)
-        answer = self._runner.finish(opened)
-        if answer is not None:
-            self._backlog.end(answer[0].encode_s)
-            if not all(image.state == "good" for image in answer[0].images):
-                raise RuntimeError("the tower's first forward gave values that are not finite")
+        answer = self._runner.finish(self._runner.start(assignment, canvases, time.perf_counter()))
+        if answer is not None and not all(image.state == "good" for image in answer[0].images):
+            raise RuntimeError("the tower's first forward gave values that are not finite")
 
     def _hello(self) -> Hello:
         return Hello(

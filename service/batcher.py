@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from distributed.messages import RowDtype
+from distributed.rate import PatchRate
 from encoder.image import Canvas
 from encoder.layout import Layout
 from service.errors import ServiceError
 from service.metrics import Metrics
 
-_MEMORY = 0.7
 _LONGEST_RETRY_S = 60
 
 
@@ -64,28 +64,6 @@ def num_fitting(num_patches: Iterable[int], budget_patches: int) -> int:
     return count
 
 
-class PatchRate:
-    """Patches per second that the group gets through while it has work: those of the last batches over their time.
-
-    Not a mean of rates: of two batches that end together, one seems to have taken no time.
-    """
-
-    def __init__(self) -> None:
-        self._patches = 0.0
-        self._seconds = 0.0
-        self._last_end = 0.0
-
-    def observe(self, num_patches: int, start: float, end: float) -> None:
-        """Count a batch. Of two in flight, the second's time begins when the first ends."""
-        self._patches = _MEMORY * self._patches + num_patches
-        self._seconds = _MEMORY * self._seconds + end - max(start, self._last_end)
-        self._last_end = end
-
-    def seconds_for(self, num_patches: int) -> float:
-        """How long so many patches take; 0 as long as nothing was measured."""
-        return num_patches * self._seconds / self._patches if self._patches else 0.0
-
-
 class Batcher:
     """The queue, owned by one task: `run`.
 
@@ -115,6 +93,7 @@ class Batcher:
         self._tickets = itertools.count()
         self._arrived = asyncio.Event()
         self._rate = PatchRate()
+        self._last_end = 0.0
         self._closed = False
 
     def waiting_s(self) -> float:
@@ -178,7 +157,9 @@ class Batcher:
         self._metrics.batch_size_patches.observe(num_patches)
         try:
             await self._encode(batch)
-            self._rate.observe(num_patches, started, time.perf_counter())
+            ended = time.perf_counter()
+            self._rate.observe(num_patches, ended - max(started, self._last_end))  # the time when no batch ended
+            self._last_end = ended
             self._slots.release()
         finally:
             for image in batch:

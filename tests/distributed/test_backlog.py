@@ -68,6 +68,15 @@ def test_an_early_batch_brings_those_behind_it_forward(backlog: Backlog, clock: 
     assert backlog.patches() == (0, 0)
 
 
+def test_a_batch_that_waits_for_the_one_before_is_not_late(backlog: Backlog, clock: Clock) -> None:
+    backlog.give((100, 0))
+    backlog.give((0, 10))
+    clock.now += 10.0
+    backlog.end(10.0)
+    backlog.end(0.0)
+    assert backlog.patches() == (0, 0)
+
+
 def test_the_rate_follows_rank_0(backlog: Backlog, clock: Clock) -> None:
     for _ in range(20):
         backlog.give((20, 20))
@@ -89,15 +98,16 @@ def test_before_anything_is_known_a_rank_with_work_is_not_an_idle_one(clock: Clo
 def test_uneven_batches_even_out(backlog: Backlog, clock: Clock) -> None:
     """Ranks that do 10 patches a second, as they did before, with two batches open at most."""
     free_at, ends, own_s = [clock.now] * 2, deque[float](), deque[float]()
-    for size in itertools.islice(itertools.cycle((7, 3, 9)), 60):
+    for number, size in enumerate(itertools.islice(itertools.cycle((7, 3, 9, 5)), 200)):
         if len(ends) == 2:
             clock.now = max(clock.now, ends.popleft())
             backlog.end(own_s.popleft())
-        loads = rank_loads(balance([size] * 3, backlog.patches()), [size] * 3)
+        images = [size] * (1 + number % 3)
+        loads = rank_loads(balance(images, backlog.patches()), images)
         backlog.give(loads)
-        free_at = [max(free, clock.now) + load / 10 for free, load in zip(free_at, loads, strict=True)]
-        ends.append(max(free_at))
+        free_at = [
+            max(free, clock.now) + load / 10 if load else free for free, load in zip(free_at, loads, strict=True)
+        ]
+        ends.append(max([*free_at, *ends]))
         own_s.append(loads[0] / 10)
-        assert abs(free_at[0] - free_at[1]) <= 0.9 + 0.2, (
-            "the largest image, and two batches' rounding to whole patches"
-        )
+        assert abs(free_at[0] - free_at[1]) <= 0.9 + 0.2  # the largest image, and what rounding loses

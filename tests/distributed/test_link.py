@@ -44,11 +44,11 @@ def test_a_batch_and_its_answer_cross_with_their_buffers(tmp_path: Path) -> None
     run(scenario())
 
 
-def test_pings_are_answered_while_the_main_thread_works(tmp_path: Path) -> None:
+def test_pings_are_answered_while_nobody_takes_the_batch(tmp_path: Path) -> None:
     async def scenario() -> None:
         context = zmq.asyncio.Context()
         front, rank = FrontLink(context, tmp_path, 1), RankLink(tmp_path, 1, lambda: (0.25, 9.0))
-        await send(front, Encode(1, ()))  # stays in the inbox: the main thread is busy
+        await send(front, Encode(1, ()))  # stays in the inbox
         await send(front, Ping(nonce=3))
         message, _ = await front.receive()
         assert message == Pong(3, (0.25, 9.0))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from encoder.config import DEMO
 from encoder.geometry import plan
 from encoder.image import Canvas
-from service.batcher import Batcher, ImageRows, PatchRate, QueuedImage, num_fitting
+from service.batcher import Batcher, ImageRows, QueuedImage, num_fitting
 from service.errors import ServiceError
 from service.metrics import Metrics
 
@@ -119,14 +119,6 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
         running.cancel()
 
     asyncio.run(scenario())
-
-
-def test_batches_that_end_together_are_not_taken_for_fast_ones() -> None:
-    rate = PatchRate()
-    for pair in range(10):
-        rate.observe(1000, float(pair), pair + 1.0)
-        rate.observe(1000, float(pair), pair + 1.005)
-    assert rate.seconds_for(2000) == pytest.approx(1.0, rel=0.25)
 
 
 def test_an_unexpected_failure_of_a_batch_reaches_its_waiters_and_the_owner() -> None:

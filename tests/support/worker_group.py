@@ -71,6 +71,14 @@ class Group:
         assert answer.batch_id == self._unanswered.popleft()
         return answer, buffers
 
+    def receive_rows(self) -> tuple[Encoded, list[NDArray[np.float32]]]:
+        """The same, of rows that were asked for in float32."""
+        answer, buffers = self.receive()
+        return answer, [
+            np.frombuffer(buffer, np.float32).reshape(spec.num_rows, spec.width)
+            for spec, buffer in zip(answer.images, buffers, strict=True)
+        ]
+
     def has_more(self) -> bool:
         """Whether another message comes within half a second."""
 
@@ -82,14 +90,6 @@ class Group:
             return True
 
         return self._run(receive())
-
-    def receive_rows(self) -> tuple[Encoded, list[NDArray[np.float32]]]:
-        """The same, of rows that were asked for in float32."""
-        answer, buffers = self.receive()
-        return answer, [
-            np.frombuffer(buffer, np.float32).reshape(spec.num_rows, spec.width)
-            for spec, buffer in zip(answer.images, buffers, strict=True)
-        ]
 
     def ping(self) -> Pong:
         self._run(self.link.send(Ping(nonce=7)))
