@@ -99,11 +99,11 @@ class Ranks:
         self._backlog = Backlog(group.ranks, lambda: self._clock_s)
         self._free_at = [0.0] * group.ranks
         self._open: deque[tuple[float, float]] = deque()
-        self._ends = [0.0, 0.0]
+        self._ends = deque([0.0, 0.0], maxlen=2)
 
     def room_at(self) -> float:
         """When the next batch can be given."""
-        return self._ends[-2]
+        return self._ends[0]
 
     def end_at(self) -> float:
         """When all that was given is answered."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -96,11 +97,7 @@ class BatchRunner:
             sending = self._exchange.send_pixels(shares, canvases)
             mine = [canvases[index] for index in my_share]
         layouts = [images[index].layout for index in my_share]
-        rank_rows = rank_loads(shares, num_rows)
-
-        def encode() -> OwnRows | None:
-            return self._try_tower(mine, layouts, rank_rows)
-
+        encode = partial(self._try_tower, mine, layouts, rank_loads(shares, num_rows))
         attempt = self._computing.do(encode)
         for sent in sending:
             sent.wait()
